@@ -1,0 +1,1 @@
+"""DIN attention unit over user histories, one kernel."""

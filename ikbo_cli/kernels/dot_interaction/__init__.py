@@ -1,0 +1,1 @@
+"""Pairwise dot products of user and candidate fields."""

@@ -1,0 +1,1 @@
+"""Gather of a user addend, added to candidate rows."""

@@ -1,0 +1,1 @@
+"""Stable grouping of candidates by user."""

@@ -1,0 +1,28 @@
+"""Sizes of the grouping kernels."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class GroupConfig:
+    """Rows a program ranks (`block`) against `chunk` others at a time; powers of two, block the smaller."""
+
+    block: int
+    chunk: int
+    num_warps: int
+    width: int = 16
+
+
+RANK = GroupConfig(block=32, chunk=256, num_warps=4)
+"""One launch, every candidate against every other."""
+
+MERGE = GroupConfig(block=32, chunk=512, num_warps=4)
+"""Two launches: chunks of 512 sorted, then merged by binary search."""
+
+RANK_LIMIT = 8192
+"""Candidates (and users) up to which the one-launch form is used."""
+
+MERGE_LIMIT = 131_072
+"""Candidates up to which the two-launch form is used; above, a library sort."""

@@ -1,0 +1,1 @@
+"""Linear compression `W @ E` with the user part computed once per user."""

@@ -1,0 +1,1 @@
+"""Candidate linear plus a user addend."""

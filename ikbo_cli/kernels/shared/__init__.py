@@ -1,0 +1,1 @@
+"""What the kernel families share: activations, row gathers, argument checks, Triton helpers."""
