@@ -6,7 +6,8 @@ import triton.language as tl
 from ikbo_cli.kernels.shared.kernel import activate
 
 
-@triton.jit
+# sizes that change from request to request must not compile a kernel anew
+@triton.jit(do_not_specialize=["rows", "U"])
 def gather_add_kernel(
     x_ptr,
     addend_ptr,

@@ -17,7 +17,8 @@ def _user_keys(index_ptr, rows, stride, B, U):
     return tl.where(rows < B, key, U + 1)
 
 
-@triton.jit
+# sizes that change from request to request must not compile a kernel anew: `do_not_specialize`
+@triton.jit(do_not_specialize=["B", "U"])
 def group_rank_kernel(
     index_ptr,
     order_ptr,
@@ -56,7 +57,7 @@ def group_rank_kernel(
         tl.store(offsets_ptr + users, count, mask=users <= U)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["B", "U"])
 def group_chunk_sort_kernel(
     index_ptr,
     keys_ptr,
@@ -85,12 +86,12 @@ def _lower_bounds(keys_ptr, base, wanted, CHUNK: tl.constexpr, STEPS: tl.constex
     """How many of the `CHUNK` sorted keys at `base` are below `wanted`; CHUNK is 2 ** STEPS."""
     low = tl.zeros_like(wanted)
     for step in tl.static_range(STEPS):
-        half: tl.constexpr = CHUNK >> (step + 1)
-        low = tl.where(tl.load(keys_ptr + base + low + (half - 1)) < wanted, low + half, low)
+        middle = tl.load(keys_ptr + base + low + ((CHUNK >> (step + 1)) - 1))
+        low = tl.where(middle < wanted, low + (CHUNK >> (step + 1)), low)
     return tl.where(tl.load(keys_ptr + base + low) < wanted, low + 1, low)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["B", "U", "chunks"])
 def group_merge_kernel(
     keys_ptr,
     rows_ptr,

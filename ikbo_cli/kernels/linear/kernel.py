@@ -42,7 +42,8 @@ def _store_columns(
     tl.store(out_ptr + (row[:, None] * N + column[None, :]), acc.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+# sizes that change from request to request must not compile a kernel anew
+@triton.jit(do_not_specialize=["rows", "U", "n_units", "k_units", "x_units_r", "w_units_n", "w_units_k"])
 def broadcast_linear_kernel(
     x_ptr,
     w_ptr,
@@ -53,7 +54,7 @@ def broadcast_linear_kernel(
     rows,
     U,
     T,
-    N,
+    n_units,
     k_units,
     x_units_r,
     x_stride_k,
@@ -64,6 +65,7 @@ def broadcast_linear_kernel(
     addend_stride_n,
     bias_stride,
     index_stride,
+    N_UNIT: tl.constexpr,
     K_UNIT: tl.constexpr,
     X_UNIT: tl.constexpr,
     W_UNIT: tl.constexpr,
@@ -84,6 +86,7 @@ def broadcast_linear_kernel(
     are read without a mask; the rest of K by one masked block that never reaches the next row. With `HALVES`
     the epilogue takes the columns in two halves: a whole addend tile beside the accumulators would spill.
     """
+    N = n_units * N_UNIT
     tiles_n = tl.cdiv(N, BLOCK_N)
     tile = tl.program_id(0)
     row0 = (tile // tiles_n).to(tl.int64) * BLOCK_M

@@ -17,7 +17,7 @@ from ikbo_cli.kernels.shared.autograd import register_recompute
 from ikbo_cli.kernels.shared.checks import FLOATS, check_index, has_dtype, has_rank, same_size, text
 from ikbo_cli.kernels.shared.device import capability, cdiv, dot_precision
 from ikbo_cli.kernels.shared.forms import parse_form
-from ikbo_cli.kernels.shared.gemm import unit_of, wide_matmul
+from ikbo_cli.kernels.shared.gemm import aligned_rows, unit_of, wide_matmul
 from ikbo_cli.kernels.shared.rows import accumulate_dtype, size_hint
 
 _OP = "broadcast_linear"
@@ -215,19 +215,23 @@ def launch_linear(
     rows = x.shape[0]
     table = x if user is None else (user[:, None] if user.ndim == 2 else user.flatten(1, -2))
     addend_strides = (0, 0, 0) if user is None else table.stride()
+    if x.dtype.itemsize == 2 and columns >= 64:
+        x = aligned_rows(x)  # unaligned rows cost a product more than this copy does
+        w_cand = w_cand if w_cand.stride(0) == 1 else aligned_rows(w_cand)
     config = config or linear_config(x.dtype, size_hint(rows), columns, capability(x))
-    k_unit = unit_of((depth,), x.dtype)
-    x_unit = unit_of((x.stride(0),), x.dtype)
+    k_unit = unit_of(depth, x.dtype)
+    n_unit = unit_of(columns, x.dtype)
+    x_unit = unit_of(x.stride(0), x.dtype)
     n_contiguous = w_cand.stride(1) != 1 and w_cand.stride(0) == 1
-    w_unit = unit_of((w_cand.stride(1 if n_contiguous else 0),), x.dtype)
+    w_unit = unit_of(w_cand.stride(1 if n_contiguous else 0), x.dtype)
     w_units = [w_cand.stride(0), w_cand.stride(1)]
     w_units[1 if n_contiguous else 0] //= w_unit
     wrap(kernel.broadcast_linear_kernel)[(cdiv(rows, config.block_m) * cdiv(columns, config.block_n),)](
         x, w_cand, table, x if bias is None else bias, index, out,
-        rows, 0 if user is None else user.shape[0], 1 if user is None else table.shape[1], columns,
+        rows, 0 if user is None else user.shape[0], 1 if user is None else table.shape[1], columns // n_unit,
         depth // k_unit, x.stride(0) // x_unit, x.stride(1), *w_units, *addend_strides,
         0 if bias is None else bias.stride(0), index.stride(0),
-        K_UNIT=k_unit, X_UNIT=x_unit, W_UNIT=w_unit, W_N_CONTIGUOUS=n_contiguous,
+        N_UNIT=n_unit, K_UNIT=k_unit, X_UNIT=x_unit, W_UNIT=w_unit, W_N_CONTIGUOUS=n_contiguous,
         EVEN_N=columns % config.block_n == 0, ACT=activation_code(act),
         HAS_ADDEND=user is not None, HAS_BIAS=bias is not None,
         BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k, HALVES=bool(config.halves),

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from ikbo_cli.kernels.shared.rows import accumulate_dtype
 
@@ -25,7 +28,22 @@ def wide_matmul(a: Tensor, b: Tensor) -> Tensor:
     return a.to(wide) @ b.to(wide)
 
 
-def unit_of(sizes: tuple[int, ...], dtype: torch.dtype) -> int:
-    """16 bytes in elements where every size is a multiple of that, else 1."""
-    unit = 16 // dtype.itemsize
-    return unit if all(size % unit == 0 for size in sizes) else 1
+def unit_of(size: int, dtype: torch.dtype) -> int:
+    """Largest power of two, up to 16 bytes of elements, that divides a size: alignment a kernel may use."""
+    return math.gcd(size, 16 // dtype.itemsize) if isinstance(size, int) else 1
+
+
+def aligned_rows(matrix: Tensor) -> Tensor:
+    """The matrix, copied to rows of 16-byte multiples where they are none; columns stay contiguous.
+
+    Args:
+        matrix: `[R, K]`, any strides.
+
+    Returns:
+        `[R, K]`, possibly a view of a padded copy.
+    """
+    columns = matrix.shape[1]
+    unit = 16 // matrix.dtype.itemsize
+    if matrix.stride(1) == 1 and unit_of(matrix.stride(0), matrix.dtype) == unit:
+        return matrix
+    return functional.pad(matrix, (0, -columns % unit)).narrow(1, 0, columns)

@@ -32,6 +32,8 @@ def target_attention_aten(
     if isinstance(users, int) and users == 0:
         return q.new_full(q.shape, float("nan"))
     bias, empty = _key_bias(k, lengths, mask, q.dtype)
+    if empty is None and nan_if_empty:
+        empty = k.new_zeros(users, dtype=torch.bool) | (keys == 0)
     if lengths is not None:
         # a masked weight of 0 times NaN in the padding would still be NaN
         beyond = (torch.arange(keys, device=k.device) >= lengths[:, None])[:, :, None, None]

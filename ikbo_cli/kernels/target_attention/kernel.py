@@ -93,7 +93,8 @@ def _step(
     return acc, new_top, total
 
 
-@triton.jit
+# sizes that change from request to request must not compile a kernel anew: `do_not_specialize`
+@triton.jit(do_not_specialize=["B", "U", "L", "S", "H", "span"])
 def target_attention_kernel(
     q_ptr,
     k_ptr,
@@ -208,7 +209,7 @@ def target_attention_kernel(
     tl.store(out_tile, result.to(out_ptr.dtype.element_ty), mask=stored)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "parts"])
 def target_attention_combine_kernel(
     part_ptr,
     lse_ptr,
