@@ -220,3 +220,37 @@ def to_json(result: Any) -> Any:
     if isinstance(result, float) and not math.isfinite(result):
         return None
     return result
+
+
+@dataclasses.dataclass(frozen=True)
+class Declarations:
+    """What the caller declares of a program's inputs.
+
+    Attributes:
+        user_inputs: Names or globs of inputs that repeat user rows (form F3).
+        index: Name of an existing input that is the index; None adds `cand_to_user_index`.
+        index_dtype: `int64` or `int32`, for an added index.
+    """
+
+    user_inputs: tuple[str, ...] = ()
+    index: str | None = None
+    index_dtype: str = "int64"
+
+
+@dataclasses.dataclass(frozen=True)
+class Backend:
+    """One kernel backend: whether it can be used here, and why not."""
+
+    name: str
+    available: bool
+    reason: str
+
+
+@dataclasses.dataclass(frozen=True)
+class DoctorResult:
+    """Result of `ikbo doctor`."""
+
+    versions: dict[str, str]
+    device: str
+    backends: tuple[Backend, ...]
+    schema_version: int = SCHEMA_VERSION

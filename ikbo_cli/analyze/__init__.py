@@ -1,1 +1,1 @@
-
+"""Estimates beyond one workload: the curve of speedup against ratio."""

@@ -264,9 +264,12 @@ class Context:
 
     # -- sites ------------------------------------------------------------------------------------------------
 
-    def allow(self, code: str, *values: Value) -> bool:
-        """Whether the rewrite `code` may fire at the current op for these values; the answer is recorded."""
-        refusal = self._decide(code, self.origin) if self._decide else None
+    def allow(self, code: str, *values: Value, optional: bool = True) -> bool:
+        """Whether the rewrite `code` may fire at the current op for these values; the answer is recorded.
+
+        A late gather is not `optional`: what ran compact before it has no other form.
+        """
+        refusal = self._decide(code, self.origin) if self._decide and optional else None
         inputs = [b for b in broadcasts_in(list(values)) if b.source]
         if not inputs:
             return refusal is None

@@ -43,11 +43,13 @@ class Declared:
         user_inputs: Names of placeholders that repeat user rows along axis 0 (form F3).
         index: Name of an existing placeholder that is the index, or None to add one.
         index_dtype: dtype of an added index.
+        exploit: False gathers every declared input at once: the same signature, nothing rewritten.
     """
 
     user_inputs: frozenset[str] = frozenset()
     index: str | None = None
     index_dtype: torch.dtype = torch.int64
+    exploit: bool = True
 
 
 @dataclasses.dataclass(frozen=True)
@@ -285,6 +287,9 @@ class _Walker:
         self.ctx.graph.eliminate_dead_code()
         self.ctx.graph.lint()
         order = {node.name: position for position, node in enumerate(graph.nodes)}
+        for site in self.ctx.sites.values():
+            if site.code is None and site.refusal is None:
+                site.refusal = Refusal(f"{site.op} needs the rows of both sides together; no better form is known")
         sites = sorted(self.ctx.sites.values(), key=lambda site: order[site.origin])
         self._attribute_emitted()
         return Walk(
@@ -314,10 +319,7 @@ class _Walker:
         if not self.declared.user_inputs:
             return
         declared = [old for old in placeholders if old.name in self.declared.user_inputs]
-        rows = {self.hints.evaluate(old.meta["val"].shape[0]) for old in declared}
-        if len(rows) != 1:
-            raise UnsupportedProgram("the declared user inputs do not share one batch dimension")
-        batch = rows.pop()
+        batch = self._batch(declared)
         if self.index_node is None:
             taken = {old.name for old in placeholders}
             name = INDEX_NAME
@@ -329,7 +331,24 @@ class _Walker:
             self.inputs.append(NewInput(self.index_node, None, False))
         step = self.ctx.gather_step(self.index_node)
         for old in declared:
-            self.env[old] = Broadcast(nodes[old], Map((step,)), 0, source=old.name)
+            value = Broadcast(nodes[old], Map((step,)), 0, source=old.name)
+            self.env[old] = value if self.declared.exploit else Full(self.ctx.lift(nodes[old], value.map.steps, 0))
+
+    def _batch(self, declared: Sequence[fx.Node]) -> int:
+        """The hint of the batch dimension that all declared inputs share."""
+        sizes = [old.meta["val"].shape[0] if old.meta["val"].dim() else None for old in declared]
+        for old, size in zip(declared, sizes, strict=True):
+            if size is None or isinstance(size, int):
+                raise UnsupportedProgram(
+                    f"input {old.name!r} has no dynamic candidate axis (axis 0 is {size})",
+                    hint="export again with the batch dynamic: "
+                    'dynamic_shapes={"' + old.name + '": {0: torch.export.Dim("B")}, ...}',
+                    node=old.name,
+                )
+        rows = {self.hints.evaluate(size) for size in sizes}
+        if len(rows) != 1:
+            raise UnsupportedProgram("the declared user inputs do not share one batch dimension")
+        return rows.pop()
 
     def _attribute(self, node: fx.Node) -> Any:
         new = self.ctx.graph.get_attr(str(node.target))

@@ -18,5 +18,5 @@ def user_output(ctx: Context, value: Broadcast) -> Node:
     Numerics: the same operations on the same values.
     Source: In-Kernel Broadcast Optimization (Meta, 2026).
     """
-    ctx.allow("IKB111", value)
+    ctx.allow("IKB111", value, optional=False)
     return ctx.materialize(value)

@@ -142,7 +142,7 @@ def mix(ctx: Context, *args: Any, **kwargs: Any) -> Any:
     """
     operands = [arg for arg in args if is_tensor(arg)]
     if any(b.moved for b in broadcasts_in(operands)):
-        ctx.allow("IKB107", *operands)
+        ctx.allow("IKB107", *operands, optional=False)
     else:
         ctx.refuse(MATERIALIZED)
     shape = torch.broadcast_shapes(*(arg.shape for arg in operands))

@@ -1,0 +1,1 @@
+"""Ranking models of our own, each a small script that writes its `.pt2`."""
