@@ -30,6 +30,7 @@ from ikbo_cli.kernels.target_attention.configs import AttentionConfig
 
 BF16, FP16 = torch.bfloat16, torch.float16
 RESULTS: list[dict[str, Any]] = []
+COMPILE_ONLY = False
 
 
 def randn(*shape: int, dtype: torch.dtype = BF16, scale: float = 1.0) -> Tensor:
@@ -48,6 +49,8 @@ def microseconds(run: Callable[[], object]) -> float:
     """Median time of a graph replay, L2 flushed, in microseconds."""
     run()
     torch.cuda.synchronize()
+    if COMPILE_ONLY:
+        return 1.0
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         run()
@@ -352,11 +355,15 @@ def main() -> None:
     parser.add_argument("ops", nargs="*", default=list(BENCHES), help="which operators")
     parser.add_argument("--explore", action="store_true", help="time all listed configurations")
     parser.add_argument("--json", help="write all results to this file")
+    parser.add_argument("--compile-only", action="store_true", help="fill the kernel caches, time nothing")
     options = parser.parse_args()
+    global COMPILE_ONLY
+    COMPILE_ONLY = options.compile_only
     torch.manual_seed(0)
     device = torch.cuda.get_device_name()
     print(f"{device}, torch {torch.__version__}, triton {triton.__version__}")
-    ceilings()
+    if not COMPILE_ONLY:
+        ceilings()
     for op in options.ops:
         BENCHES[op](options.explore)
         if options.json:

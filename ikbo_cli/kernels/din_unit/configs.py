@@ -22,7 +22,7 @@ SHIPPED_32 = (DinConfig(16, 4, 2),)
 
 def fits(depth: int, units: int) -> bool:
     """Whether one program holds a unit with keys of `D` numbers and layers of at most `units`."""
-    return 0 < depth <= 128 and 0 < units and (units <= 128 or (units <= 256 and depth <= 64))
+    return 0 < depth <= 128 and units > 0 and (units <= 128 or (units <= 256 and depth <= 64))
 
 
 def din_config(dtype: torch.dtype, depth: int, units: int) -> DinConfig:

@@ -8,7 +8,7 @@ from ikbo_cli.kernels.shared.kernel import activate
 
 @triton.jit
 def _sigmoid(x, FAST: tl.constexpr):
-    """Sigmoid of float32 `x`; FAST takes one special-function operation, 5e-4 at most from the exact value."""
+    """Sigmoid of float32 `x`; FAST takes one special-function operation, within 5e-4 of the exact value."""
     if FAST:
         half = tl.inline_asm_elementwise(
             "tanh.approx.f32 $0, $1;", "=f,f", [x * 0.5], dtype=tl.float32, is_pure=True, pack=1
@@ -19,9 +19,7 @@ def _sigmoid(x, FAST: tl.constexpr):
 
 
 @triton.jit
-def _activate(
-    x, unit, params_ptr, params_stride_r, params_stride_n, N, ACT: tl.constexpr, FAST: tl.constexpr
-):
+def _activate(x, unit, params_ptr, params_stride_r, params_stride_n, N, ACT: tl.constexpr, FAST: tl.constexpr):
     """Activation of `x [rows, units]`; codes above the shared ones take a row of numbers a unit."""
     if ACT == 2:
         return _sigmoid(x, FAST)

@@ -1,4 +1,4 @@
-"""`ikbo::broadcast_din_unit`: DIN's attention unit over user histories, nothing per (candidate, key) stored."""
+"""`ikbo::broadcast_din_unit`: DIN's attention unit, nothing per (candidate, key) stored."""
 
 from __future__ import annotations
 
@@ -227,7 +227,8 @@ def din_unit_aten(
     wide = accumulate_dtype(q.dtype) if not q.is_cuda else q.dtype
     depth = q.shape[1]
     users, keys = k.shape[:2]
-    on_query, on_key, on_difference, on_product = w1.to(accumulate_dtype(q.dtype)).split(depth, 1)
+    weights = w1.to(accumulate_dtype(q.dtype))
+    on_query, on_key, on_difference, on_product = (weights.narrow(1, i * depth, depth) for i in range(4))
     query = q.to(on_query.dtype)
     kept = None
     if lengths is not None:

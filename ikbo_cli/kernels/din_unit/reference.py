@@ -9,7 +9,7 @@ from ikbo_cli.kernels.shared.activation import apply_activation
 
 
 def din_activation(x: Tensor, act: str, params: Tensor | None) -> Tensor:
-    """Activation of `x [..., N]`, with `prelu` (`params [1 or more, N]`: slope) and `dice` (slope, scale, shift).
+    """Activation of `x [..., N]`, also `prelu` (`params [1, N]`: slope) and `dice` (3 rows).
 
     Dice with inference statistics is `x * (slope + p * (1 - slope))`, `p = sigmoid(x * scale + shift)`,
     `scale = (var + eps) ** -0.5`, `shift = -mean * scale`.

@@ -76,9 +76,7 @@ def _dot_interaction(
     return launch_dot_interaction(x_user, x_cand, index, dense, config=config, wrap=wrap_triton)
 
 
-def _fake(
-    x_user: Tensor, x_cand: Tensor, index: Tensor, dense: Tensor | None, form: str
-) -> tuple[Tensor, Tensor]:
+def _fake(x_user: Tensor, x_cand: Tensor, index: Tensor, dense: Tensor | None, form: str) -> tuple[Tensor, Tensor]:
     _check(x_user, x_cand, index, dense)
     parse_form(form, DotConfig)
     return _outputs(x_user, x_cand, dense)
@@ -94,9 +92,7 @@ def _outputs(x_user: Tensor, x_cand: Tensor, dense: Tensor | None) -> tuple[Tens
     return uu, x_cand.new_empty(x_cand.shape[0], width)
 
 
-def dot_interaction_aten(
-    x_user: Tensor, x_cand: Tensor, index: Tensor, dense: Tensor | None
-) -> tuple[Tensor, Tensor]:
+def dot_interaction_aten(x_user: Tensor, x_cand: Tensor, index: Tensor, dense: Tensor | None) -> tuple[Tensor, Tensor]:
     """The same from aten operators."""
     batch, cand_fields, _ = x_cand.shape
     user_fields = x_user.shape[1]

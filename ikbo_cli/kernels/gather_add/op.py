@@ -66,9 +66,7 @@ def _check(x_cand: Tensor, addend: Tensor, index: Tensor, bias: Tensor | None, a
 
 
 @triton_op("ikbo::broadcast_gather_add", mutates_args={})
-def _gather_add(
-    x_cand: Tensor, addend: Tensor, index: Tensor, bias: Tensor | None, act: str, form: str
-) -> Tensor:
+def _gather_add(x_cand: Tensor, addend: Tensor, index: Tensor, bias: Tensor | None, act: str, form: str) -> Tensor:
     _check(x_cand, addend, index, bias, act)
     level, config = parse_form(form, GatherAddConfig)
     # a compiler fuses the aten form with its neighbours, which it cannot do with a kernel of ours

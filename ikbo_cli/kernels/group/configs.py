@@ -12,16 +12,16 @@ class GroupConfig:
     block: int
     chunk: int
     num_warps: int
-    width: int = 16
+    width: int = 32
 
 
-RANK = GroupConfig(block=32, chunk=256, num_warps=4)
+RANK = GroupConfig(block=16, chunk=1024, num_warps=8)
 """One launch, every candidate against every other."""
 
 MERGE = GroupConfig(block=32, chunk=512, num_warps=4)
 """Two launches: chunks of 512 sorted, then merged by binary search."""
 
-RANK_LIMIT = 8192
+RANK_LIMIT = 4096
 """Candidates (and users) up to which the one-launch form is used."""
 
 MERGE_LIMIT = 131_072

@@ -32,29 +32,20 @@ def group_rank_kernel(
     """Order (first `cdiv(B, BLOCK)` programs) and offsets (`cdiv(U + 1, BLOCK)` more) in one launch."""
     pid = tl.program_id(0)
     row_programs = tl.cdiv(B, BLOCK)
-    if pid < row_programs:
-        rows = pid * BLOCK + tl.arange(0, BLOCK)
-        keys = _user_keys(index_ptr, rows, stride, B, U)
-        rank = tl.zeros([BLOCK], tl.int32)
-        own = (pid * BLOCK) // CHUNK * CHUNK  # the chunk that holds these rows: BLOCK divides CHUNK
-        for start in range(0, own, CHUNK):
-            others = _user_keys(index_ptr, start + tl.arange(0, CHUNK), stride, B, U)
-            rank += tl.sum((others[None, :] <= keys[:, None]).to(tl.int32), 1)
-        columns = own + tl.arange(0, CHUNK)
-        others = _user_keys(index_ptr, columns, stride, B, U)
-        tied_before = (others[None, :] == keys[:, None]) & (columns[None, :] < rows[:, None])
-        rank += tl.sum(((others[None, :] < keys[:, None]) | tied_before).to(tl.int32), 1)
-        for start in range(own + CHUNK, B, CHUNK):
-            others = _user_keys(index_ptr, start + tl.arange(0, CHUNK), stride, B, U)
-            rank += tl.sum((others[None, :] < keys[:, None]).to(tl.int32), 1)
-        tl.store(order_ptr + rank, rows, mask=rows < B)
+    is_row = pid < row_programs
+    # candidates sort by `user * B + row`, a 32-bit number here (the launch sees to it); user `u` begins at `u * B`
+    slots = tl.where(is_row, pid, pid - row_programs) * BLOCK + tl.arange(0, BLOCK)
+    place = tl.where(is_row, _user_keys(index_ptr, slots, stride, B, U) * B + slots, slots * B)
+    before = tl.zeros([BLOCK, CHUNK], tl.int32)  # summed over the chunk once, at the end
+    for start in range(0, B, CHUNK):
+        columns = start + tl.arange(0, CHUNK)
+        others = _user_keys(index_ptr, columns, stride, B, U) * B + columns
+        before += (others[None, :] < place[:, None]).to(tl.int32)
+    rank = tl.sum(before, 1)
+    if is_row:
+        tl.store(order_ptr + rank, slots, mask=slots < B)
     else:
-        users = (pid - row_programs) * BLOCK + tl.arange(0, BLOCK)
-        count = tl.zeros([BLOCK], tl.int32)
-        for start in range(0, B, CHUNK):
-            others = _user_keys(index_ptr, start + tl.arange(0, CHUNK), stride, B, U)
-            count += tl.sum((others[None, :] < users[:, None]).to(tl.int32), 1)
-        tl.store(offsets_ptr + users, count, mask=users <= U)
+        tl.store(offsets_ptr + slots, rank, mask=slots <= U)
 
 
 @triton.jit(do_not_specialize=["B", "U"])

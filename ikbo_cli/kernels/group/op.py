@@ -72,6 +72,11 @@ def group_aten(index: Tensor, users: int) -> tuple[Tensor, Tensor]:
     return order.int(), offsets
 
 
+def ranks_fit(rows: int, users: int) -> bool:
+    """Whether the one-launch form serves `rows` candidates of `users`: quickly, and in 32-bit numbers."""
+    return max(rows, users) <= RANK_LIMIT and (users + 3) * (rows + RANK.chunk) < 2**31
+
+
 def launch_group(
     index: Tensor,
     users: int,
@@ -95,7 +100,9 @@ def launch_group(
     order = index.new_empty(rows, dtype=torch.int32)
     offsets = index.new_empty(users + 1, dtype=torch.int32)
     if two_launches is None:
-        two_launches = max(size_hint(rows), size_hint(users)) > RANK_LIMIT
+        # where a size is symbolic, only the form that is right for every size will do
+        symbolic = not (isinstance(rows, int) and isinstance(users, int))
+        two_launches = symbolic or not ranks_fit(rows, users)
     if not two_launches:
         config = config or RANK
         grid = (cdiv(rows, config.block) + cdiv(users + 1, config.block),)

@@ -79,10 +79,7 @@ def _lce_tile(
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for _ in range(0, K // BLOCK_K):
         w = tl.load(w_ptr + w_tile)
-        if EVEN_N:
-            e = tl.load(e_ptr + e_tile)
-        else:
-            e = tl.load(e_ptr + e_tile, mask=(column < N)[None, :], other=0.0)
+        e = tl.load(e_ptr + e_tile) if EVEN_N else tl.load(e_ptr + e_tile, mask=(column < N)[None, :], other=0.0)
         acc = tl.dot(w, e, acc, input_precision=PRECISION)
         w_ptr += BLOCK_K * w_stride_k
         e_ptr += tl.full([], BLOCK_K, tl.int64) * e_stride_k

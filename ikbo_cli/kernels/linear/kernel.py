@@ -43,7 +43,7 @@ def _store_columns(
 
 
 # sizes that change from request to request must not compile a kernel anew
-@triton.jit(do_not_specialize=["rows", "U", "n_units", "k_units", "x_units_r", "w_units_n", "w_units_k"])
+@triton.jit(do_not_specialize=["rows", "U", "n_units", "k_units", "x_units_r", "w_units"])
 def broadcast_linear_kernel(
     x_ptr,
     w_ptr,
@@ -58,8 +58,8 @@ def broadcast_linear_kernel(
     k_units,
     x_units_r,
     x_stride_k,
-    w_units_n,
-    w_units_k,
+    w_units,
+    w_stride,
     addend_stride_u,
     addend_stride_t,
     addend_stride_n,
@@ -82,7 +82,8 @@ def broadcast_linear_kernel(
 ):
     """One `[BLOCK_M, BLOCK_N]` tile of `out [B * T, N]`; tiles of one row block follow each other.
 
-    K and the strides come in units of elements, so that the compiler knows their alignment. Whole blocks of K
+    K and the strides come in units of elements, so that the compiler knows their alignment (of `w`: the stride that
+    is not 1; `w_stride` is the other). Whole blocks of K
     are read without a mask; the rest of K by one masked block that never reaches the next row. With `HALVES`
     the epilogue takes the columns in two halves: a whole addend tile beside the accumulators would spill.
     """
@@ -99,14 +100,14 @@ def broadcast_linear_kernel(
     x_ptr += row0 * (x_units_r * X_UNIT)
     near_column = tl.arange(0, BLOCK_N)
     if W_N_CONTIGUOUS:
-        w_step = w_units_k * W_UNIT
+        w_step = w_units * W_UNIT
         w_ptr += column0
         w_tile = near_column[None, :] + depth[:, None] * w_step
     else:
-        w_step = w_units_k
-        w_ptr += column0.to(tl.int64) * (w_units_n * W_UNIT)
+        w_step = w_stride
+        w_ptr += column0.to(tl.int64) * (w_units * W_UNIT)
         near_column = tl.minimum(near_column, N - 1 - column0)
-        w_tile = near_column[None, :] * (w_units_n * W_UNIT) + depth[:, None] * w_step
+        w_tile = near_column[None, :] * (w_units * W_UNIT) + depth[:, None] * w_step
     column = column0 + tl.arange(0, BLOCK_N)
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for _ in range(0, K // BLOCK_K):

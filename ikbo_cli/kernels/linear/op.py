@@ -222,14 +222,14 @@ def launch_linear(
     k_unit = unit_of(depth, x.dtype)
     n_unit = unit_of(columns, x.dtype)
     x_unit = unit_of(x.stride(0), x.dtype)
+    # the stride of w along its contiguous axis is the inner one: K, or N for a transposed weight
     n_contiguous = w_cand.stride(1) != 1 and w_cand.stride(0) == 1
-    w_unit = unit_of(w_cand.stride(1 if n_contiguous else 0), x.dtype)
-    w_units = [w_cand.stride(0), w_cand.stride(1)]
-    w_units[1 if n_contiguous else 0] //= w_unit
+    w_outer, w_inner = w_cand.stride()[::-1] if n_contiguous else w_cand.stride()
+    w_unit = unit_of(w_outer, x.dtype)
     wrap(kernel.broadcast_linear_kernel)[(cdiv(rows, config.block_m) * cdiv(columns, config.block_n),)](
         x, w_cand, table, x if bias is None else bias, index, out,
         rows, 0 if user is None else user.shape[0], 1 if user is None else table.shape[1], columns // n_unit,
-        depth // k_unit, x.stride(0) // x_unit, x.stride(1), *w_units, *addend_strides,
+        depth // k_unit, x.stride(0) // x_unit, x.stride(1), w_outer // w_unit, w_inner, *addend_strides,
         0 if bias is None else bias.stride(0), index.stride(0),
         N_UNIT=n_unit, K_UNIT=k_unit, X_UNIT=x_unit, W_UNIT=w_unit, W_N_CONTIGUOUS=n_contiguous,
         EVEN_N=columns % config.block_n == 0, ACT=activation_code(act),

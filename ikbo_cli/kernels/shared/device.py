@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import torch
 from torch import Tensor
 
@@ -12,6 +14,12 @@ def capability(tensor: Tensor) -> int:
         return 0
     major, minor = torch.cuda.get_device_capability(tensor.device)
     return 10 * major + minor
+
+
+def packaging() -> bool:
+    """Whether a program is being compiled ahead of time, into a package that runs without Python."""
+    virtualized = sys.modules.get("torch._inductor.virtualized")
+    return virtualized is not None and virtualized.V.aot_compilation is True
 
 
 def dot_precision(dtype: torch.dtype) -> str:

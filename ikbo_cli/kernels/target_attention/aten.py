@@ -124,7 +124,7 @@ def _grouped(
         bias_block = _rows(bias, user_of_block)
     slot = block * rows + rank % rows
     q_block = q.new_zeros(blocks * rows, steps, heads, width).index_copy(0, slot, q)
-    out = _attend(
-        q_block.reshape(blocks, rows * steps, heads, width), k_block, v_block, bias_block, scale
-    ).reshape(blocks * rows, steps, heads, width)
+    out = _attend(q_block.reshape(blocks, rows * steps, heads, width), k_block, v_block, bias_block, scale).reshape(
+        blocks * rows, steps, heads, width
+    )
     return out.index_select(0, slot)

@@ -9,13 +9,25 @@ import torch
 
 @dataclass(frozen=True)
 class AttentionConfig:
-    """Query rows and keys of a tile; `span` keys a part at least (0: all keys in one part)."""
+    """A tile of query rows and keys.
+
+    Attributes:
+        block_m: Query rows.
+        block_n: Keys.
+        num_warps: Warps of a program.
+        num_stages: Blocks of keys in flight.
+        span: Keys a part at least; 0: all keys in one part.
+        tma: 1: keys and values through the tensor memory accelerator where their layout allows it.
+        max_registers: Registers a thread at most, so that two programs share a multiprocessor; 0: no limit.
+    """
 
     block_m: int
     block_n: int
     num_warps: int
     num_stages: int
     span: int = 0
+    tma: int = 0
+    max_registers: int = 0
 
 
 def attention_config(dtype: torch.dtype, head: int, steps: int, capability: int) -> AttentionConfig:

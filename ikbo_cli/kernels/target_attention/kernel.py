@@ -29,6 +29,32 @@ def _user_of_tile(offsets_ptr, tile, U, S, BLOCK_M: tl.constexpr, SCAN: tl.const
 
 
 @triton.jit
+def _key_rows(
+    base,
+    start,
+    end,
+    stride_l,
+    stride_d,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    TAIL: tl.constexpr,
+):
+    """Rows `[BLOCK_N, BLOCK_D]` of keys or values through pointers; zeros at and after `end` when `TAIL`."""
+    near = tl.arange(0, BLOCK_N)
+    columns = tl.arange(0, BLOCK_D)
+    # 64-bit arithmetic on the scalar only: offsets within a tile fit 32 bits
+    at = base + tl.full([], start, tl.int64) * stride_l
+    tile = at + (near[:, None] * stride_l + columns[None, :] * stride_d)
+    if TAIL:
+        return tl.load(tile, mask=(start + near < end)[:, None] & (columns < D)[None, :], other=0.0)
+    elif D < BLOCK_D:
+        return tl.load(tile, mask=(columns < D)[None, :], other=0.0)
+    else:
+        return tl.load(tile)
+
+
+@triton.jit
 def _step(
     q,
     k_ptr,
@@ -39,6 +65,9 @@ def _step(
     total,
     start,
     end,
+    first_row,
+    k_column,
+    v_column,
     k_stride_l,
     k_stride_d,
     v_stride_l,
@@ -51,26 +80,15 @@ def _step(
     TAIL: tl.constexpr,
     MASK: tl.constexpr,
     PRECISION: tl.constexpr,
+    TMA: tl.constexpr,
 ):
     """One block of keys: scores, running maximum and sum, weighted values."""
     near = tl.arange(0, BLOCK_N)
     keys = start + near
-    columns = tl.arange(0, BLOCK_D)
-    # 64-bit arithmetic on the scalar only: offsets within a tile fit 32 bits
-    at = tl.full([], start, tl.int64)
-    k_tile = k_ptr + at * k_stride_l + (near[:, None] * k_stride_l + columns[None, :] * k_stride_d)
-    v_tile = v_ptr + at * v_stride_l + (near[:, None] * v_stride_l + columns[None, :] * v_stride_d)
-    if TAIL:
-        inside = (keys < end)[:, None] & (columns < D)[None, :]
-        k = tl.load(k_tile, mask=inside, other=0.0)
-        v = tl.load(v_tile, mask=inside, other=0.0)
-    elif D < BLOCK_D:
-        inside = (columns < D)[None, :]
-        k = tl.load(k_tile, mask=inside, other=0.0)
-        v = tl.load(v_tile, mask=inside, other=0.0)
+    if TMA:
+        k = k_ptr.load([first_row + start, k_column])
     else:
-        k = tl.load(k_tile)
-        v = tl.load(v_tile)
+        k = _key_rows(k_ptr, start, end, k_stride_l, k_stride_d, D, BLOCK_D, BLOCK_N, TAIL)
     scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
     scale = scale_log2
     if MASK == 1:
@@ -89,6 +107,12 @@ def _step(
     weights = tl.exp2(scores * scale - shift[:, None])
     decay = tl.exp2(top - shift)
     total = total * decay + tl.sum(weights, 1)
+    if TMA:
+        v = v_ptr.load([first_row + start, v_column])
+        if TAIL:
+            v = tl.where((keys < end)[:, None], v, 0.0)  # the next user's rows: 0 times NaN would spread
+    else:
+        v = _key_rows(v_ptr, start, end, v_stride_l, v_stride_d, D, BLOCK_D, BLOCK_N, TAIL)
     acc = tl.dot(weights.to(v.dtype), v, acc * decay[:, None], input_precision=PRECISION)
     return acc, new_top, total
 
@@ -136,11 +160,13 @@ def target_attention_kernel(
     NAN_IF_EMPTY: tl.constexpr,
     PRECISION: tl.constexpr,
     SCAN: tl.constexpr,
+    TMA: tl.constexpr,
 ):
     """Program (tile, head, part): `BLOCK_M` query rows of one user against keys `[part * span, + span)`.
 
     Writes rows of `out [B, S, H, D]`; with `SPLIT`, normalized float32 partial rows of
-    `out [parts, B, S, H, D]` and their base-2 log sums `lse [parts, B, S, H]` instead.
+    `out [parts, B, S, H, D]` and their base-2 log sums `lse [parts, B, S, H]` instead. With `TMA`, `k_ptr` and
+    `v_ptr` are descriptors of matrices `[U * L, stride_l]` whose heads are `stride_h` columns apart.
     """
     tile = tl.program_id(0)
     head = tl.program_id(1)
@@ -177,8 +203,9 @@ def target_attention_kernel(
     start = part * span
     end = tl.minimum(end, start + span)
     wide_user = user.to(tl.int64)
-    k_ptr += wide_user * k_stride_u + head * k_stride_h
-    v_ptr += wide_user * v_stride_u + head * v_stride_h
+    if not TMA:
+        k_ptr += wide_user * k_stride_u + head * k_stride_h
+        v_ptr += wide_user * v_stride_u + head * v_stride_h
     if MASK != 0:
         mask_ptr += wide_user * mask_stride_u
 
@@ -188,15 +215,15 @@ def target_attention_kernel(
     whole = start + tl.maximum(end - start, 0) // BLOCK_N * BLOCK_N
     for at in range(start, whole, BLOCK_N):
         acc, top, total = _step(
-            q, k_ptr, v_ptr, mask_ptr, acc, top, total, at, end,
+            q, k_ptr, v_ptr, mask_ptr, acc, top, total, at, end, user * L, head * k_stride_h, head * v_stride_h,
             k_stride_l, k_stride_d, v_stride_l, v_stride_d, mask_stride_l, scale_log2,
-            D, BLOCK_D, BLOCK_N, False, MASK, PRECISION,
+            D, BLOCK_D, BLOCK_N, False, MASK, PRECISION, TMA,
         )  # fmt: skip
     if whole < end:
         acc, top, total = _step(
-            q, k_ptr, v_ptr, mask_ptr, acc, top, total, whole, end,
+            q, k_ptr, v_ptr, mask_ptr, acc, top, total, whole, end, user * L, head * k_stride_h, head * v_stride_h,
             k_stride_l, k_stride_d, v_stride_l, v_stride_d, mask_stride_l, scale_log2,
-            D, BLOCK_D, BLOCK_N, True, MASK, PRECISION,
+            D, BLOCK_D, BLOCK_N, True, MASK, PRECISION, TMA,
         )  # fmt: skip
 
     empty = top == float("-inf")
@@ -219,29 +246,28 @@ def target_attention_combine_kernel(
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr,
+    BLOCK_P: tl.constexpr,
     NAN_IF_EMPTY: tl.constexpr,
 ):
     """Rows of `out [rows, D]` from partial rows `[parts, rows, D]`, always in the order of the parts."""
     row = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     columns = tl.arange(0, BLOCK_D)
+    part = tl.arange(0, BLOCK_P)
     is_row = row < rows
-    inside = is_row[:, None] & (columns < D)[None, :]
-    top = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
-    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    for part in range(0, parts):
-        at = part * rows.to(tl.int64) + row
-        lse = tl.load(lse_ptr + at, mask=is_row, other=float("-inf"))
-        partial = tl.load(part_ptr + at[:, None] * D + columns[None, :], mask=inside, other=0.0)
-        new_top = tl.maximum(top, lse)
-        shift = tl.where(new_top == float("-inf"), 0.0, new_top)
-        decay = tl.exp2(top - shift)
-        weight = tl.exp2(lse - shift)
-        total = total * decay + weight
-        acc = acc * decay[:, None] + partial * weight[:, None]
-        top = new_top
+    wide_rows = rows.to(tl.int64)
+    at = part[:, None] * wide_rows + row[None, :]
+    lse = tl.load(lse_ptr + at, mask=(part < parts)[:, None] & is_row[None, :], other=float("-inf"))
+    top = tl.max(lse, 0)  # NaN rows (no such user) are NaN in every part: the weights below are NaN too
     empty = top == float("-inf")
-    # NaN sums stay NaN: only the comparison with -inf is replaced
+    shift = tl.where(empty, 0.0, top)
+    total = tl.sum(tl.exp2(lse - shift[None, :]), 0)
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    inside = is_row[:, None] & (columns < D)[None, :]
+    for p in range(0, parts):
+        own = p * wide_rows + row
+        weight = tl.exp2(tl.load(lse_ptr + own, mask=is_row, other=0.0) - shift)
+        partial = tl.load(part_ptr + own[:, None] * D + columns[None, :], mask=inside, other=0.0)
+        acc += partial * weight[:, None]
     result = acc / tl.where(empty, 1.0, total)[:, None]
     if NAN_IF_EMPTY:
         result = tl.where(empty[:, None], float("nan"), result)

@@ -13,8 +13,9 @@ from torch.library import triton_op, wrap_triton
 from ikbo_cli.errors import ShapeError
 from ikbo_cli.kernels.shared.autograd import register_recompute
 from ikbo_cli.kernels.shared.checks import FLOATS, INTEGERS, check_index, has_dtype, has_rank, same_size, text
-from ikbo_cli.kernels.shared.device import capability, cdiv, dot_precision, power_of_two
+from ikbo_cli.kernels.shared.device import capability, cdiv, dot_precision, packaging, power_of_two
 from ikbo_cli.kernels.shared.forms import parse_form
+from ikbo_cli.kernels.shared.rows import is_eager
 from ikbo_cli.kernels.target_attention.aten import target_attention_aten
 from ikbo_cli.kernels.target_attention.configs import AttentionConfig, attention_config, part_span
 
@@ -51,7 +52,7 @@ def broadcast_target_attention(
 
     Returns:
         `[B, S, H, D]`, contiguous, dtype of `q`. On a GPU the rows of a candidate whose user is out of range
-        are NaN. A candidate's result does not depend on B, U, the order or the other candidates there.
+        are NaN. There a candidate's result depends on its pair alone, not on B, U, order or neighbours.
 
     Raises:
         ShapeError: Shapes or dtypes do not fit; both are named.
@@ -121,9 +122,51 @@ def _target_attention(
     if level == "aten" or not on_triton:
         out = target_attention_aten(q, k, v, index, order, offsets, lengths, mask, factor, nan_if_empty)
         return out.contiguous()
+    if is_eager(q):
+        return launch_target_attention(q, k, v, order, offsets, lengths, mask, factor, nan_if_empty, config=config)
+    if not packaging():
+        # descriptors and register limits cannot be traced: the launch stays one opaque operator
+        return torch.ops.ikbo.target_attention_launch(
+            q, k, v, order, offsets, lengths, mask, factor, nan_if_empty, form
+        )
     return launch_target_attention(
         q, k, v, order, offsets, lengths, mask, factor, nan_if_empty, config=config, wrap=wrap_triton
     )
+
+
+@torch.library.custom_op("ikbo::target_attention_launch", mutates_args=())
+def _launch_operator(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    order: Tensor,
+    offsets: Tensor,
+    lengths: Tensor | None,
+    mask: Tensor | None,
+    scale: float,
+    nan_if_empty: bool,
+    form: str,
+) -> Tensor:
+    _, config = parse_form(form, AttentionConfig)
+    return launch_target_attention(q, k, v, order, offsets, lengths, mask, scale, nan_if_empty, config=config)
+
+
+def _fake_launch(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    order: Tensor,
+    offsets: Tensor,
+    lengths: Tensor | None,
+    mask: Tensor | None,
+    scale: float,
+    nan_if_empty: bool,
+    form: str,
+) -> Tensor:
+    return q.new_empty(q.shape)
+
+
+_launch_operator.register_fake(_fake_launch)
 
 
 def _fake(
@@ -160,9 +203,7 @@ def _recompute(
     nan_if_empty: bool,
     form: str,
 ) -> Tensor:
-    return target_attention_aten(
-        q, k, v, index, order, offsets, lengths, mask, _scale(q, scale), nan_if_empty
-    )
+    return target_attention_aten(q, k, v, index, order, offsets, lengths, mask, _scale(q, scale), nan_if_empty)
 
 
 register_recompute(_target_attention, _recompute)
@@ -185,7 +226,7 @@ def launch_target_attention(
     *,
     config: AttentionConfig | None = None,
     out: Tensor | None = None,
-    wrap: Callable[[Any], Any] = lambda kernel: kernel,
+    wrap: Callable[[Any], Any] | None = None,
 ) -> Tensor:
     """Launch the Triton form: one launch, or a second one that combines the parts of split keys.
 
@@ -201,7 +242,7 @@ def launch_target_attention(
         nan_if_empty: NaN, not zeros, for a user without keys.
         config: Tiles; by head size, steps and device when None.
         out: `[B, S, H, D]`, contiguous, written; allocated when None.
-        wrap: `torch.library.wrap_triton` inside an operator.
+        wrap: `torch.library.wrap_triton` under a tracer, which rules out descriptors and register limits.
     """
     from ikbo_cli.kernels.target_attention import kernel
 
@@ -220,9 +261,16 @@ def launch_target_attention(
     else:
         mask_kind = 0 if mask is None else 2
     block_d = power_of_two(head)
+    tma = config.tma == 1 and wrap is None and head == block_d and all(map(_is_matrix, (k, v)))
+    k_rows, v_rows = k, v
+    if tma:
+        k_rows, v_rows = (_descriptor(t, config.block_n, head) for t in (k, v))
+    limits = {"maxnreg": config.max_registers} if wrap is None and config.max_registers else {}
+    launch = wrap or (lambda kernel: kernel)
     tiles = candidates * steps // config.block_m + users + 1
-    wrap(kernel.target_attention_kernel)[(tiles, heads, parts)](
-        q, k, v, q if mask is None else mask, q if lengths is None else lengths, order, offsets, target, lse,
+    launch(kernel.target_attention_kernel)[(tiles, heads, parts)](
+        q, k_rows, v_rows, q if mask is None else mask, q if lengths is None else lengths, order, offsets,
+        target, lse,
         candidates, users, keys, steps, heads, span or keys,
         q.stride(0), q.stride(1), q.stride(2), q.stride(3),
         k.stride(0), k.stride(1), k.stride(2), k.stride(3),
@@ -231,13 +279,36 @@ def launch_target_attention(
         scale * math.log2(math.e),
         D=head, BLOCK_D=block_d, BLOCK_M=config.block_m, BLOCK_N=config.block_n,
         SPLIT=parts > 1, HAS_LENGTHS=lengths is not None, MASK=mask_kind, NAN_IF_EMPTY=nan_if_empty,
-        PRECISION=dot_precision(q.dtype), SCAN=1024,
-        num_warps=config.num_warps, num_stages=config.num_stages,
+        PRECISION=dot_precision(q.dtype), SCAN=256, TMA=tma,
+        num_warps=config.num_warps, num_stages=config.num_stages, **limits,
     )  # fmt: skip
     if parts > 1:
         rows = candidates * steps * heads
-        wrap(kernel.target_attention_combine_kernel)[(cdiv(rows, 8),)](
+        launch(kernel.target_attention_combine_kernel)[(cdiv(rows, 4),)](
             target, lse, out, rows, parts,
-            D=head, BLOCK_D=block_d, BLOCK_M=8, NAN_IF_EMPTY=nan_if_empty, num_warps=4,
+            D=head, BLOCK_D=block_d, BLOCK_M=4, BLOCK_P=16, NAN_IF_EMPTY=nan_if_empty, num_warps=2,
         )  # fmt: skip
     return out
+
+
+def _is_matrix(t: Tensor) -> bool:
+    """Whether `[U, L, H, D]` is a matrix of `U * L` rows that a descriptor can address."""
+    unit = 16 // t.dtype.itemsize
+    users, keys, heads, _ = t.shape
+    return (
+        t.stride(3) == 1
+        and (users == 1 or t.stride(0) == keys * t.stride(1))
+        and t.stride(1) % unit == 0
+        and (heads == 1 or t.stride(2) % unit == 0)
+        and (heads - 1) * t.stride(2) + t.shape[3] <= t.stride(1)
+        and t.data_ptr() % 16 == 0
+        and 0 < users * keys < 2**31
+    )
+
+
+def _descriptor(t: Tensor, rows: int, columns: int) -> Any:
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    users, keys, heads, head = t.shape
+    width = (heads - 1) * t.stride(2) + head
+    return TensorDescriptor(t, [users * keys, width], [t.stride(1), 1], [rows, columns])
