@@ -7,6 +7,7 @@ checks an index that operators and written files do not check.
 
 from __future__ import annotations
 
+import dataclasses
 import fnmatch
 import gc
 import os
@@ -19,7 +20,7 @@ import torch
 import ikbo_cli
 from ikbo_cli import program, results
 from ikbo_cli.analyze import curve
-from ikbo_cli.broadcast import REWRITES, Declared, load_rules
+from ikbo_cli.broadcast import REWRITES, Declared, Refusal, load_rules, walk
 from ikbo_cli.cost import Device, get_device
 from ikbo_cli.doctor import doctor
 from ikbo_cli.errors import InvalidInput, MissingRequirement, NegativeAnswer, OutputExists, UsageError
@@ -406,7 +407,9 @@ def _check_output(model: Path, output: Path, *, force: bool, dry_run: bool) -> N
     if output.suffix != ".pt2":
         raise UsageError(f"the output must end in .pt2, not {output.suffix or 'nothing'!r}")
     if output.exists() and model.exists() and os.path.samefile(output, model):
-        raise UsageError("the output is the model itself", hint="choose another path; the original is never overwritten")
+        raise UsageError(
+            "the output is the model itself", hint="choose another path; the original is never overwritten"
+        )
     if output.exists() and not force and not dry_run:
         raise OutputExists(f"{output} exists", hint="give --force to overwrite it")
     if not output.resolve().parent.is_dir():
@@ -603,16 +606,12 @@ def _bisect(
     wanted: workload.Wanted,
     seed: int,
 ) -> results.VerifyResult:
-    import dataclasses
-
-    from ikbo_cli.broadcast import Refusal, walk
-
     original, declared = old.module(), _declared_from(manifest)
     sites = [site["node"] for site in manifest["rewritten"]]
     names = {site["node"]: site["id"] for site in manifest["rewritten"]}
     for count in range(1, len(sites) + 1):
         active = set(sites[:count])
-        outcome_of = walk(original, declared, lambda code, origin, on=active: None if origin in on else Refusal("bisect"))
+        outcome_of = walk(original, declared, _only(active))
         module = emit.build_module(original, outcome_of)
         trial = verify_modules(
             original, module, dict(manifest), original_path="", optimized_path="", batch=wanted.batch,
@@ -621,8 +620,13 @@ def _bisect(
         if not trial.passed:
             return dataclasses.replace(outcome, bisect=f"{names[sites[count - 1]]} ({sites[count - 1]})")
     return dataclasses.replace(
-        outcome, bisect="every rewrite alone passes when made again from the original: the file was changed later"
+        outcome,
+        bisect="every rewrite alone passes when made again from the original: the file was changed later",
     )
+
+
+def _only(active: set[str]) -> Callable[[str, str], Refusal | None]:
+    return lambda code, origin: None if origin in active else Refusal("not part of this trial")
 
 
 def _report(progress: Progress | None, phase: str, done: int, total: int | None) -> None:

@@ -21,8 +21,9 @@ class DLRM(nn.Module):
         self.user_table = nn.Embedding(rows, dim)
         self.cand_table = nn.Embedding(rows, dim)
         pairs = self.fields * (self.fields - 1) // 2
-        self.register_buffer("row", torch.tril_indices(self.fields, self.fields, -1)[0])
-        self.register_buffer("column", torch.tril_indices(self.fields, self.fields, -1)[1])
+        row, column = torch.tril_indices(self.fields, self.fields, -1)
+        self.register_buffer("row", row.clone())
+        self.register_buffer("column", column.clone())
         self.head = mlp((pairs, 128, 1))
 
     def forward(self, user_ids: Tensor, cand_ids: Tensor, cand_to_user: Tensor) -> Tensor:
@@ -41,11 +42,15 @@ def build(user_fields: int = 24, cand_fields: int = 12, rows: int = 10_000, dim:
         "cand_ids": torch.randint(0, rows, (6, cand_fields)),
         "cand_to_user": torch.randint(0, 3, (6,)),
     }
-    return DLRM(user_fields, cand_fields, rows, dim), inputs, {
-        "user_ids": {0: users},
-        "cand_ids": {0: batch},
-        "cand_to_user": {0: batch},
-    }
+    return (
+        DLRM(user_fields, cand_fields, rows, dim),
+        inputs,
+        {
+            "user_ids": {0: users},
+            "cand_ids": {0: batch},
+            "cand_to_user": {0: batch},
+        },
+    )
 
 
 if __name__ == "__main__":

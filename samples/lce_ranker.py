@@ -35,11 +35,15 @@ def build(user_fields: int = 256, cand_fields: int = 64, dim: int = 64, compress
         "cand_fields": torch.randn(6, cand_fields, dim),
         "cand_to_user": torch.randint(0, 3, (6,)),
     }
-    return LCERanker(user_fields, cand_fields, dim, compressed), inputs, {
-        "user_fields": {0: users},
-        "cand_fields": {0: batch},
-        "cand_to_user": {0: batch},
-    }
+    return (
+        LCERanker(user_fields, cand_fields, dim, compressed),
+        inputs,
+        {
+            "user_fields": {0: users},
+            "cand_fields": {0: batch},
+            "cand_to_user": {0: batch},
+        },
+    )
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F  # noqa: N812
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.export import Dim
 
@@ -42,11 +42,15 @@ def build(dim: int = 256, heads: int = 4, length: int = 200) -> Sample:
         "cand_features": torch.randn(6, dim),
         "cand_to_user": torch.randint(0, 3, (6,)),
     }
-    return TargetAttention(dim, heads), inputs, {
-        "user_history": {0: users},
-        "cand_features": {0: batch},
-        "cand_to_user": {0: batch},
-    }
+    return (
+        TargetAttention(dim, heads),
+        inputs,
+        {
+            "user_history": {0: users},
+            "cand_features": {0: batch},
+            "cand_to_user": {0: batch},
+        },
+    )
 
 
 if __name__ == "__main__":

@@ -40,7 +40,13 @@ def build(user: int = 512, vendor: int = 256, item: int = 128, dim: int = 128) -
         "vendor_to_user": torch.randint(0, 2, (4,)),
         "item_to_vendor": torch.randint(0, 4, (9,)),
     }
-    dims = {"user": users, "vendor": vendors, "item": batch, "vendor_to_user": vendors, "item_to_vendor": batch}
+    dims = {
+        "user": users,
+        "vendor": vendors,
+        "item": batch,
+        "vendor_to_user": vendors,
+        "item_to_vendor": batch,
+    }
     return ThreeLevel(user, vendor, item, dim), inputs, {name: {0: size} for name, size in dims.items()}
 
 

@@ -142,8 +142,13 @@ class Context:
                 for node in nodes[1:]:
                     total = self.call(aten.add.Tensor, total, node)
                 total = self.cast(total, dtype)
-                if shape_of(total) != shape:
-                    total = self.materialize(dataclasses.replace(terms[0], node=total))
+                for term in terms:
+                    if isinstance(term, Broadcast) and term.map.is_expand:
+                        axis = len(shape) - len(term.shape) + term.dim
+                        if shape_of(total)[axis] != shape[axis]:  # no other term repeated the row
+                            sizes = [-1] * len(shape)
+                            sizes[axis] = self.rows(term.map)
+                            total = self.call(aten.expand.default, total, sizes)
                 return total
             case _:
                 raise AssertionError(f"cannot materialize {value!r}")

@@ -469,5 +469,3 @@ def _key(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     except TypeError:
         return None
     return key
-
-

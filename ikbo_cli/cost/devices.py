@@ -47,7 +47,16 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _gpu(name: str, dense16: float, fp32: float, copy: float, source: str) -> Device:
-    return Device(name, "gpu", {"bfloat16": dense16, "float16": dense16, "float32": fp32}, 0.3, copy, 1.5, fp32 * 1e3, source)
+    return Device(
+        name,
+        "gpu",
+        {"bfloat16": dense16, "float16": dense16, "float32": fp32},
+        0.3,
+        copy,
+        1.5,
+        fp32 * 1e3,
+        source,
+    )
 
 
 # GPUs: 0.7 of the dense 16-bit peak and 0.9 of the memory bandwidth of the data sheet, the fractions that one H200

@@ -45,7 +45,12 @@ class GraphCost:
 
 
 def cost_graph(
-    module: fx.GraphModule, inputs: Sequence[Spec], device: Device, *, compiled: bool, sizes: dict[str, int] | None = None
+    module: fx.GraphModule,
+    inputs: Sequence[Spec],
+    device: Device,
+    *,
+    compiled: bool,
+    sizes: dict[str, int] | None = None,
 ) -> GraphCost:
     """Estimate one call of a program.
 
@@ -113,7 +118,7 @@ def _size_bytes(tensor: torch.Tensor) -> int:
 
 
 def _node_cost(node: fx.Node, values: dict[fx.Node, Any], device: Device, *, fused: bool) -> Cost:
-    args = fx.map_arg(node.args, lambda n: values.get(n))
+    args: Any = fx.map_arg(node.args, lambda n: values.get(n))
     outputs = _tensors(values.get(node))
     inputs = [t for n in node.all_input_nodes for t in _tensors(values.get(n))]
     written = float(sum(t.numel() * t.element_size() for t in outputs))
@@ -151,14 +156,26 @@ def _node_cost(node: fx.Node, values: dict[fx.Node, Any], device: Device, *, fus
     return Cost(flops, moved, total, bound)
 
 
-def _efficiency(node: fx.Node, args: Sequence[Any], outputs: Sequence[torch.Tensor], dtype: torch.dtype, device: Device) -> float:
+def _efficiency(
+    node: fx.Node, args: Sequence[Any], outputs: Sequence[torch.Tensor], dtype: torch.dtype, device: Device
+) -> float:
     """Fraction of the large-matrix rate that this product reaches."""
     name = op_name(node.target)
     out = outputs[0]
     if name == "scaled_dot_product_attention":
-        rows, depth, columns, batch = args[0].shape[-2], args[0].shape[-1], args[1].shape[-2], out.numel() // max(1, out.shape[-1] * out.shape[-2])
+        rows, depth, columns, batch = (
+            args[0].shape[-2],
+            args[0].shape[-1],
+            args[1].shape[-2],
+            out.numel() // max(1, out.shape[-1] * out.shape[-2]),
+        )
     elif name == "linear":
-        rows, depth, columns, batch = out.numel() // max(1, out.shape[-1]), args[0].shape[-1], out.shape[-1], 1
+        rows, depth, columns, batch = (
+            out.numel() // max(1, out.shape[-1]),
+            args[0].shape[-1],
+            out.shape[-1],
+            1,
+        )
     elif name in ("bmm", "matmul", "mm") and out.dim() >= 2:
         rows, depth, columns = out.shape[-2], args[0].shape[-1], out.shape[-1]
         batch = out.numel() // max(1, rows * columns)
@@ -176,7 +193,12 @@ def _efficiency(node: fx.Node, args: Sequence[Any], outputs: Sequence[torch.Tens
         if name == "scaled_dot_product_attention":
             base = 0.08 if rows <= 1 else 0.75 * min(1.0, rows / 64) ** 0.5
         return max(0.02, min(1.0, base))
-    return max(0.05, min(1.0, (columns / 80) ** 0.5 if columns < 80 else 1.0) * (0.7 if rows < 32 else 1.0) * (0.78 if depth * columns < 30_000 or rows > 20_000 else 1.0))
+    return max(
+        0.05,
+        min(1.0, (columns / 80) ** 0.5 if columns < 80 else 1.0)
+        * (0.7 if rows < 32 else 1.0)
+        * (0.78 if depth * columns < 30_000 or rows > 20_000 else 1.0),
+    )
 
 
 def peak_bytes(module: fx.GraphModule, values: dict[fx.Node, Any]) -> int:
@@ -186,7 +208,9 @@ def peak_bytes(module: fx.GraphModule, values: dict[fx.Node, Any]) -> int:
     nodes = list(module.graph.nodes)
     for position, node in enumerate(nodes):
         source = node.args[0] if node.args and isinstance(node.args[0], fx.Node) else None
-        shares = source is not None and (node.target in VIEWS or node.target is operator.getitem or _is_free(node, values))
+        shares = source is not None and (
+            node.target in VIEWS or node.target is operator.getitem or _is_free(node, values)
+        )
         owner[node] = owner[source] if shares and source is not None and node.op == "call_function" else node
         for used in node.all_input_nodes:
             last[owner[used]] = position

@@ -75,7 +75,13 @@ VIEWS = {
     aten.expand_as.default, aten.view_as.default, aten.swapaxes.default, aten.movedim.int, aten.mT.default,
     aten.dropout.default,
 }  # fmt: skip
-MAYBE_VIEWS = {aten.reshape.default, aten.flatten.using_ints, aten.contiguous.default, aten.to.dtype, aten.to.device}
+MAYBE_VIEWS = {
+    aten.reshape.default,
+    aten.flatten.using_ints,
+    aten.contiguous.default,
+    aten.to.dtype,
+    aten.to.device,
+}
 
 TRANSCENDENTAL = {
     "exp": 5.0, "log": 5.0, "sigmoid": 2.0, "tanh": 16.0, "gelu": 2.0, "silu": 2.5, "softmax": 6.0, "log_softmax": 6.0,

@@ -23,6 +23,17 @@ RECIPE = (
 )
 TRUST = "if you trust where the file comes from, give --trust"
 
+_UNREADABLE = (
+    zipfile.BadZipFile,
+    KeyError,
+    EOFError,
+    OSError,
+    TypeError,
+    AttributeError,
+    NotImplementedError,
+    ValueError,
+)
+
 _EXPRESSION_NAMES = {
     "Symbol", "Integer", "Mul", "Add", "Pow", "Float", "Rational", "FloorDiv", "CleanDiv", "CeilDiv", "Mod",
     "PythonMod", "ModularIndexing", "Max", "Min", "Where", "Eq", "Ne", "Gt", "Ge", "Lt", "Le", "Equality",
@@ -40,7 +51,18 @@ _GUARD_NODES = (
     ast.Not, ast.Subscript, ast.Attribute, ast.Is, ast.IsNot, ast.List,
 )  # fmt: skip
 _GUARD_NAMES = {"L", "None", "torch", "math", "max", "min", "isinstance", "len"}
-_GUARD_ATTRIBUTES = {"size", "stride", "storage_offset", "dim", "sym_max", "sym_min", "trunc", "ceil", "floor", "sqrt"}
+_GUARD_ATTRIBUTES = {
+    "size",
+    "stride",
+    "storage_offset",
+    "dim",
+    "sym_max",
+    "sym_min",
+    "trunc",
+    "ceil",
+    "floor",
+    "sqrt",
+}
 
 
 def sha256_of(path: str | Path) -> str:
@@ -74,7 +96,7 @@ def detect_format(path: str | Path) -> str:
         return "state_dict" if "data.pkl" in names else "unknown"
     if head[:4] == b"PK\x03\x04":
         return "truncated"
-    if head[:1] == b"\x08" and b"pytorch" in head or b"onnx" in head.lower():
+    if (head[:1] == b"\x08" and b"pytorch" in head) or b"onnx" in head.lower():
         return "onnx"
     return "pickle" if head[:1] == b"\x80" else "unknown"
 
@@ -122,9 +144,10 @@ def inspect(path: Path, *, trust: bool) -> None:
                 _check_version(path, document)
             if not trust:
                 _check_safe(path, archive, programs)
-    except (zipfile.BadZipFile, json.JSONDecodeError, KeyError, UnicodeDecodeError, EOFError, OSError, TypeError, AttributeError,
-            NotImplementedError, ValueError) as error:  # fmt: skip
-        raise CorruptModel(f"{path}: a record cannot be read ({error})", hint="copy or export the file again") from error
+    except _UNREADABLE as error:
+        raise CorruptModel(
+            f"{path}: a record cannot be read ({error})", hint="copy or export the file again"
+        ) from error
 
 
 def read_manifest(path: str | Path) -> dict[str, Any] | None:
@@ -178,18 +201,14 @@ def _check_safe(path: Path, archive: zipfile.ZipFile, programs: list[dict[str, A
     for name in archive.namelist():
         inner = name.partition("/")[2]
         if inner.startswith("data/sample_inputs/") and not _loads_weights_only(archive.read(name)):
-            raise UnsafeModel(
-                f"{path}: its example inputs are a pickle that torch would execute ({inner})", hint=TRUST
-            )
+            raise UnsafeModel(f"{path}: its example inputs are a pickle that torch would execute ({inner})", hint=TRUST)
         if inner.startswith("data/constants/custom_obj"):
             raise UnsafeModel(f"{path}: it holds a pickled custom object ({inner})", hint=TRUST)
         if inner.endswith("_config.json") and inner.startswith(("data/weights/", "data/constants/")):
             folder = name.rpartition("/")[0]
             for key, entry in json.loads(archive.read(name))["config"].items():
                 if entry.get("use_pickle") and not _loads_weights_only(archive.read(f"{folder}/{entry['path_name']}")):
-                    raise UnsafeModel(
-                        f"{path}: the tensor {key!r} is a pickle that torch would execute", hint=TRUST
-                    )
+                    raise UnsafeModel(f"{path}: the tensor {key!r} is a pickle that torch would execute", hint=TRUST)
 
 
 def _loads_weights_only(payload: bytes) -> bool:

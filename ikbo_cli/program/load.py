@@ -66,8 +66,8 @@ class Program:
 def unlifted(exported: ExportedProgram) -> fx.GraphModule:
     """`exported.module()` without its input checks."""
     if "check_guards" in python_inspect.signature(exported.module).parameters:
-        return exported.module(check_guards=False)  # type: ignore[return-value]
-    return exported.module()  # type: ignore[return-value]
+        return exported.module(check_guards=False)
+    return exported.module()
 
 
 def load(path: str | Path, *, trust: bool = False) -> Program:
@@ -92,8 +92,12 @@ def load(path: str | Path, *, trust: bool = False) -> Program:
                 hint="load the library that defines it: use the Python API after importing it",
             ) from error
         if "schema" in text.lower() and "version" in text.lower():
-            raise ForeignModel(f"{path}: torch {torch.__version__} cannot read its schema", hint=archive.RECIPE) from error
-        raise CorruptModel(f"{path}: torch cannot load it: {_first_line(error)}", hint="export the file again") from error
+            raise ForeignModel(
+                f"{path}: torch {torch.__version__} cannot read its schema", hint=archive.RECIPE
+            ) from error
+        raise CorruptModel(
+            f"{path}: torch cannot load it: {_first_line(error)}", hint="export the file again"
+        ) from error
     finally:
         logger.removeHandler(messages)
     return Program(exported, path, "pt2", archive.sha256_of(path), archive.read_manifest(path))

@@ -60,7 +60,8 @@ def export_program(original: fx.GraphModule, module: fx.GraphModule, walk: Walk)
         UnsupportedProgram: torch cannot export the rewritten program; carries its first line.
     """
     dims = _Dims(original)
-    examples, shapes = [], []
+    examples: list[Any] = []
+    shapes: list[Any] = []
     placeholders = {node.name: node for node in original.graph.nodes if node.op == "placeholder"}
     batch_rows: Any = None
     for item in walk.inputs:
@@ -105,7 +106,7 @@ class _Dims:
         self._dims: dict[str, Any] = {"U": Dim("U")}
         self._sizes: dict[str, int] = {"U": EXAMPLE_USERS}
         self._ranges: dict[str, tuple[int, int | None]] = {}
-        symbols = []
+        symbols: list[str] = []
         for node in original.graph.nodes:
             value = node.meta.get("val")
             if node.op != "placeholder" or not isinstance(value, torch.Tensor):

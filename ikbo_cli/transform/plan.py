@@ -102,7 +102,11 @@ def _unless_slower(plan: Plan, declared: Declared, wanted: Wanted, device: Devic
         kept = walk(plan.original, dataclasses.replace(declared, exploit=False))
         module = build_module(plan.original, kept)
         after = cost_graph(
-            module, new_specs(kept, plan.sizes), device, compiled=device.kind == "gpu", sizes=plan.sizes.by_symbol
+            module,
+            new_specs(kept, plan.sizes),
+            device,
+            compiled=device.kind == "gpu",
+            sizes=plan.sizes.by_symbol,
         )
     else:
         kept, module, after = plan.walk, plan.original, plan.before
@@ -155,7 +159,8 @@ def _costed(
     sizes, _ = bind(outcome, original, wanted)
     before, after = cost_pair(original, module, outcome, sizes, device)
     sites = tuple(
-        describe(site, ids.get(site.origin, f"S{len(ids) + 1}"), original, sizes, before, after) for site in outcome.sites
+        describe(site, ids.get(site.origin, f"S{len(ids) + 1}"), original, sizes, before, after)
+        for site in outcome.sites
     )
     return Plan(original, module, outcome, sites, sizes, before, after, True, None)
 
@@ -192,7 +197,9 @@ def describe(
     return Site(
         id=name,
         source_id=value.source,
-        kind=REWRITES[record.code].name if record.code else "broadcast-before-" + record.op.split(".")[1 if "." in record.op else 0],
+        kind=REWRITES[record.code].name
+        if record.code
+        else "broadcast-before-" + record.op.split(".")[1 if "." in record.op else 0],
         op=record.op,
         node=record.origin,
         module=module_path(node) if node is not None else None,
@@ -226,9 +233,5 @@ def totals(cost: GraphCost) -> Totals:
 
 def user_only(plan: Plan) -> Cost:
     """Cost of the work that now runs on compact rows."""
-    costs = [
-        cost
-        for node, cost in plan.after.by_node.items()
-        if node.meta.get("ikbo_origin") in plan.walk.user_side
-    ]
+    costs = [cost for node, cost in plan.after.by_node.items() if node.meta.get("ikbo_origin") in plan.walk.user_side]
     return _total(costs)

@@ -53,8 +53,18 @@ def verify_modules(
     for case in applicable:
         outcome, where = _check_case(maker, original, optimized, case, gate, seed, POOL if timed else QUICK_POOL)
         checked.append(
-            VerifyCase(case.name, case.batch, case.users, outcome.passed, outcome.allowed, outcome.rms_original,
-                       outcome.rms_optimized, outcome.max_abs, 0, outcome.reason)  # fmt: skip
+            VerifyCase(
+                case.name,
+                case.batch,
+                case.users,
+                outcome.passed,
+                outcome.allowed,
+                outcome.rms_original,
+                outcome.rms_optimized,
+                outcome.max_abs,
+                0,
+                outcome.reason,
+            )
         )
         if not outcome.passed and worst is None:
             worst = f"{where} in case {case.name!r}: {outcome.reason}"
@@ -71,9 +81,18 @@ def verify_modules(
         for mode in modes:
             try:
                 speed.append(
-                    benchmark(original, optimized, draw.original, draw.optimized, mode=mode,
-                              threads=threads or torch.get_num_threads(), batch=case.batch, users=case.users,
-                              trials=trials, estimated=estimated_speedup if mode == "eager" else None)  # fmt: skip
+                    benchmark(
+                        original,
+                        optimized,
+                        draw.original,
+                        draw.optimized,
+                        mode=mode,
+                        threads=threads or torch.get_num_threads(),
+                        batch=case.batch,
+                        users=case.users,
+                        trials=trials,
+                        estimated=estimated_speedup if mode == "eager" else None,
+                    )
                 )
             except Exception as error:
                 if mode == "eager":
@@ -99,7 +118,13 @@ def verify_modules(
 
 
 def _check_case(
-    maker: InputMaker, original: fx.GraphModule, optimized: fx.GraphModule, case: RatioCase, gate: Gate, seed: int, pool: int
+    maker: InputMaker,
+    original: fx.GraphModule,
+    optimized: fx.GraphModule,
+    case: RatioCase,
+    gate: Gate,
+    seed: int,
+    pool: int,
 ) -> tuple[Outcome, str]:
     """Pool draws of one case until every output is large enough; the worst output and its name."""
     references: list[list[torch.Tensor]] = []
@@ -132,16 +157,20 @@ def _check_case(
     worst: tuple[Outcome, str] | None = None
     for position in range(len(firsts[0])):
         outcome = compare_output(
-            [r[position] for r in references], [a[position] for a in firsts], [b[position] for b in seconds], gate
+            [r[position] for r in references],
+            [a[position] for a in firsts],
+            [b[position] for b in seconds],
+            gate,
         )
         if selective and firsts[0][position].dtype.is_floating_point:
             outcome = _own_reference(
                 [r[position] for r in references], [r[position] for r in second_references],
                 [a[position] for a in firsts], [b[position] for b in seconds], gate,
             )  # fmt: skip
-        if worst is None or (worst[0].passed and not outcome.passed) or _badness(outcome) > _badness(worst[0]):
-            if worst is None or worst[0].passed or not outcome.passed:
-                worst = (outcome, f"output {position}")
+        if (worst is None or (worst[0].passed and not outcome.passed) or _badness(outcome) > _badness(worst[0])) and (
+            worst is None or worst[0].passed or not outcome.passed
+        ):
+            worst = (outcome, f"output {position}")
     assert worst is not None
     return worst
 

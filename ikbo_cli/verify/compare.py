@@ -26,7 +26,8 @@ class Gate:
 
     def __str__(self) -> str:
         """As printed in reports."""
-        return f"rms(optimized) <= {self.ratio:g} x rms(original) + {self.floor:g} eps x rms(reference), max {MAX_ABS_FACTOR:g}x"
+        bound = f"{self.ratio:g} x rms(original) + {self.floor:g} eps x rms(reference)"
+        return f"rms(optimized) <= {bound}, largest error <= {MAX_ABS_FACTOR:g}x"
 
 
 def gate_for(dtype: torch.dtype, *, rounded: bool) -> Gate:
@@ -76,7 +77,10 @@ def compare_output(
     scale = float(truth.square().mean().sqrt())
     rms_a, rms_b = float(error_a.square().mean().sqrt()), float(error_b.square().mean().sqrt())
     allowed = gate.ratio * rms_a + gate.floor * gate.eps * scale
-    largest, bound = float(error_b.abs().max()), MAX_ABS_FACTOR * max(float(error_a.abs().max()), gate.eps * scale)
+    largest, bound = (
+        float(error_b.abs().max()),
+        MAX_ABS_FACTOR * max(float(error_a.abs().max()), gate.eps * scale),
+    )
     reason = None
     if not rms_b <= allowed:
         reason = f"RMS error {rms_b:.3g} exceeds {allowed:.3g}"

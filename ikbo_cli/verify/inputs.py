@@ -21,9 +21,11 @@ FREE_RANGE = 10
 _SAME_VALUES = {
     aten.view.default, aten.reshape.default, aten.flatten.using_ints, aten.unsqueeze.default, aten.squeeze.dim,
     aten.squeeze.default, aten.squeeze.dims, aten.permute.default, aten.transpose.int, aten.select.int,
-    aten.slice.Tensor, aten.expand.default, aten.contiguous.default, aten.clone.default, aten.to.dtype, aten.cat.default,
+    aten.slice.Tensor, aten.expand.default, aten.contiguous.default, aten.clone.default, aten.to.dtype,
+    aten.cat.default,
     aten.stack.default, aten.concat.default, aten.index_select.default, aten.index.Tensor, aten.split.Tensor,
-    aten.unbind.int, aten.chunk.default, aten.repeat.default, aten.repeat_interleave.self_int, aten.split_with_sizes.default,
+    aten.unbind.int, aten.chunk.default, aten.repeat.default, aten.repeat_interleave.self_int,
+    aten.split_with_sizes.default,
     aten.expand_as.default, aten._to_copy.default, aten.gather.default, aten.masked_fill.Scalar, operator.getitem,
     aten.to.device, aten.alias.default, aten.detach.default, aten.unflatten.int, aten.flip.default, aten.where.self,
     aten.t.default, aten.type_as.default,
@@ -62,7 +64,7 @@ class InputMaker:
         if self.declared or self.indexes:
             sizes = self._sizes(case)
             return sizes is not None
-        return case.kind == "even" and case.name == "even" or case.name in ("U=1", "U=B")
+        return (case.kind == "even" and case.name == "even") or case.name in ("U=1", "U=B")
 
     def draw(self, case: RatioCase, seed: int) -> CaseInputs:
         """One draw of a case.
@@ -173,7 +175,7 @@ class InputMaker:
                     else:
                         wanted = DEFAULT_LENGTH if axis else case.users
                     low, high = _bounds(size, symbol)
-                    if high is not None and wanted > high or wanted < low:
+                    if (high is not None and wanted > high) or wanted < low:
                         if name in self.batch_symbols | self.user_symbols:
                             return None
                         wanted = max(low, min(wanted, high or wanted))
@@ -186,7 +188,12 @@ class InputMaker:
         return _evaluate(self.indexes[node.name], sizes)
 
     def _random(
-        self, node: fx.Node, shape: Sequence[int], dtype: torch.dtype, sizes: Mapping[str, int], generator: torch.Generator
+        self,
+        node: fx.Node,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        sizes: Mapping[str, int],
+        generator: torch.Generator,
     ) -> torch.Tensor:
         if dtype.is_floating_point:
             limit = _limit(node, sizes)
@@ -237,8 +244,10 @@ def _reads(node: fx.Node) -> list[tuple[fx.Node, fx.Node, Any]]:
             if target in (aten.embedding.default, aten.embedding_bag.padding_idx, aten.embedding_bag.default):
                 if args[1] is carrier:
                     found.append((user, args[0], args[0].meta["val"].shape[0]))  # type: ignore[union-attr]
-            elif target is aten.index_select.default and args[2] is carrier or target is aten.gather.default and args[2] is carrier:
-                found.append((user, args[0], args[0].meta["val"].shape[args[1]]))  # type: ignore[union-attr,index]
+            elif (target is aten.index_select.default and args[2] is carrier) or (
+                target is aten.gather.default and args[2] is carrier
+            ):
+                found.append((user, args[0], args[0].meta["val"].shape[args[1]]))  # type: ignore[union-attr]
             elif target is aten.index.Tensor:
                 for axis, pick in enumerate(args[1]):  # type: ignore[arg-type]
                     if pick is carrier:

@@ -19,9 +19,10 @@ aten = torch.ops.aten
 _TABLE_READS = {aten.embedding.default, aten.index_select.default, aten.index.Tensor, aten.gather.default}
 _SELECTIONS = {
     aten.topk.default, aten.sort.default, aten.sort.stable, aten.argsort.default, aten.argsort.stable,
-    aten.argmax.default, aten.argmin.default, aten.max.dim, aten.min.dim, aten.gt.Tensor, aten.ge.Tensor, aten.lt.Tensor,
-    aten.le.Tensor, aten.gt.Scalar, aten.ge.Scalar, aten.lt.Scalar, aten.le.Scalar, aten.eq.Tensor, aten.eq.Scalar,
-    aten.ne.Tensor, aten.ne.Scalar, aten.round.default, aten.floor.default, aten.ceil.default, aten.sign.default,
+    aten.argmax.default, aten.argmin.default, aten.max.dim, aten.min.dim, aten.gt.Tensor, aten.ge.Tensor,
+    aten.lt.Tensor, aten.le.Tensor, aten.gt.Scalar, aten.ge.Scalar, aten.lt.Scalar, aten.le.Scalar, aten.eq.Tensor,
+    aten.eq.Scalar, aten.ne.Tensor, aten.ne.Scalar, aten.round.default, aten.floor.default, aten.ceil.default,
+    aten.sign.default,
 }  # fmt: skip
 _VALUES_AND_INDICES = {aten.topk.default, aten.sort.default, aten.sort.stable, aten.max.dim, aten.min.dim}
 
@@ -82,13 +83,14 @@ class _Float64(fx.Interpreter):
         if n.op != "call_function" or n.target is operator.getitem:
             return super().run_node(n)
         args, kwargs = self.fetch_args_kwargs_from_env(n)
+        target: Any = n.target
         if n.name in self.selections:
             return _replay(n, [_lift(a) for a in args], self.selections[n.name])
         if n.target in _TABLE_READS:
-            return _lift(n.target(*args, **kwargs))  # type: ignore[operator]
-        args = [_lift_dtype(_lift(a)) for a in args]
-        kwargs = {key: _lift_dtype(_lift(value)) for key, value in kwargs.items()}
-        return _lift(n.target(*args, **kwargs))  # type: ignore[operator]
+            return _lift(target(*args, **kwargs))
+        lifted = [_lift_dtype(_lift(a)) for a in args]
+        named = {key: _lift_dtype(_lift(value)) for key, value in kwargs.items()}
+        return _lift(target(*lifted, **named))
 
 
 def _replay(node: fx.Node, args: Sequence[Any], chosen: Any) -> Any:

@@ -119,5 +119,3 @@ def _fold_mask(ctx: Context, groups: Any, key: Broadcast, mask: Value, query: Va
     rank = len(shape_of(folded))
     packed = permuted(ctx, folded, [0, *range(2, rank - 2), 1, rank - 2, rank - 1])
     return ctx.call(aten.flatten.using_ints, packed, rank - 3, rank - 2)
-
-

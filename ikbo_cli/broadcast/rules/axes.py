@@ -1,4 +1,4 @@
-"""Ops that work along some axes: compact unless they work along the candidate axis, part by part unless along the concat's."""
+"""Ops that work along some axes: compact unless along the candidate axis, part by part unless along the concat's."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ from ikbo_cli.broadcast.values import Broadcast, Concat, Full, Sum, Value, norma
 aten = torch.ops.aten
 
 
-def along(ctx: Context, x: Value, touched: Sequence[int], args: Sequence[Any], kwargs: Any, *, drop: bool = False) -> Any:
+def along(
+    ctx: Context, x: Value, touched: Sequence[int], args: Sequence[Any], kwargs: Any, *, drop: bool = False
+) -> Any:
     """Run the current op, which works along `touched` axes, where `x` is compact or part by part.
 
     With `drop` the touched axes disappear from the result. Several results (topk, sort) all have the same axes.
@@ -149,7 +151,7 @@ def batch_norm(ctx: Context, x: Value, weight: Any, bias: Any, mean: Any, var: A
         parts = []
         start = 0
         for part, width in zip(x.parts, x.widths, strict=True):
-            stats = (weight, bias, mean, var)
+            stats: tuple[Any, ...] = (weight, bias, mean, var)
             if x.dim == 1:
                 stats = tuple(
                     None if s is None else ctx.apply(aten.slice.Tensor, s, 0, start, start + width) for s in stats

@@ -196,14 +196,16 @@ def _independent(a: Broadcast, b: Full, axis: int) -> bool:
 
 def _split_matmul(ctx: Context, a: Value, b: Value) -> Any:
     """Concats in a product: split along K, or kept along rows and columns."""
-    if isinstance(a, Concat) and a.dim - len(a.shape) == -2 and not isinstance(b, Concat):
-        if len(a.shape) >= len(b.shape):
-            return join([ctx.apply(ctx.op, part, b) for part in a.parts], a.dim)
+    rows_of_a = isinstance(a, Concat) and a.dim - len(a.shape) == -2 and len(a.shape) >= len(b.shape)
+    if isinstance(a, Concat) and rows_of_a and not isinstance(b, Concat):
+        return join([ctx.apply(ctx.op, part, b) for part in a.parts], a.dim)
     if isinstance(b, Concat) and b.dim - len(b.shape) == -1 and not isinstance(a, Concat):
         rank = _out_rank(a, b)
         return join([ctx.apply(ctx.op, a, part) for part in b.parts], rank - 1)
     if isinstance(a, Concat) and a.dim == len(a.shape) - 1 and isinstance(b, Full) and len(b.shape) == 2:
-        return _contract(ctx, a, len(a.shape) - 1, b, 0, lambda x, w: ctx.call(aten.matmul.default, x, w), "IKB101", (a, b))
+        return _contract(
+            ctx, a, len(a.shape) - 1, b, 0, lambda x, w: ctx.call(aten.matmul.default, x, w), "IKB101", (a, b)
+        )
     if isinstance(b, Concat) and b.dim == len(b.shape) - 2 and isinstance(a, Full) and len(a.shape) == 2:
         return matmul_over_concat(ctx, a, b)
     if isinstance(a, Concat) and isinstance(b, Concat) and a.dim == len(a.shape) - 2 and b.dim == len(b.shape) - 1:
@@ -265,7 +267,9 @@ def interaction(ctx: Context, a: Concat, b: Concat) -> Any:
         row = []
         for j, right in enumerate(b.parts):
             row.append(
-                ctx.apply(aten.transpose.int, blocks[j][i], -2, -1) if mirrored and j < i else ctx.apply(ctx.op, left, right)
+                ctx.apply(aten.transpose.int, blocks[j][i], -2, -1)
+                if mirrored and j < i
+                else ctx.apply(ctx.op, left, right)
             )
         blocks.append(row)
     return join([join(row, b.dim) for row in blocks], a.dim)
@@ -281,8 +285,8 @@ def _is_transpose(left: Value, right: Value) -> bool:
     ndim = len(left.shape)
     swapped = [*range(ndim - 2), ndim - 1, ndim - 2]
     if node.target is aten.permute.default:
-        return node.args[0] is left.node and list(node.args[1]) == swapped
-    axes = {d % ndim for d in node.args[1:3]} if node.target is aten.transpose.int else set()
+        return node.args[0] is left.node and list(node.args[1]) == swapped  # type: ignore[arg-type]
+    axes = {_axis(d) % ndim for d in node.args[1:3]} if node.target is aten.transpose.int else set()
     return axes == {ndim - 1, ndim - 2} and node.args[0] is left.node
 
 
@@ -346,9 +350,15 @@ def _einsum_linear(ctx: Context, left: str, right: str, out: str, x: Value, y: V
                 nodes = [v.node if isinstance(v, (Broadcast, Full)) else v for v in (x, y)]
                 node = ctx.call(aten.einsum.default, f"{left},{right}->{out}", nodes)
                 return value.with_node(node, dim=out.index(letter))
-    if isinstance(x, Broadcast) and isinstance(y, Broadcast) and left[x.dim] == right[y.dim] and left[x.dim] in out:
-        if x.map == y.map and x.mult == y.mult:
-            node = ctx.call(aten.einsum.default, f"{left},{right}->{out}", [x.node, y.node])
-            return x.with_node(node, dim=out.index(left[x.dim]))
+    if (
+        (isinstance(x, Broadcast) and isinstance(y, Broadcast) and left[x.dim] == right[y.dim] and left[x.dim] in out)
+        and x.map == y.map
+        and x.mult == y.mult
+    ):
+        node = ctx.call(aten.einsum.default, f"{left},{right}->{out}", [x.node, y.node])
+        return x.with_node(node, dim=out.index(left[x.dim]))
     return None
 
+
+def _axis(argument: Any) -> int:
+    return int(argument)

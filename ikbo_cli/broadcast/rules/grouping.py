@@ -48,7 +48,9 @@ def make_plan(ctx: Context, index: Node, users: Any) -> Plan:
     index = ctx.cast(index, torch.int64)
     ones = ctx.call(aten.ones_like.default, index)
     counts = ctx.call(aten.index_add.default, ctx.call(aten.zeros.default, [users], **long), 0, index, ones)
-    needed = ctx.call(aten.floor_divide.default, ctx.call(aten.add.Tensor, counts, ctx.call(operator.sub, rows, 1)), rows)
+    needed = ctx.call(
+        aten.floor_divide.default, ctx.call(aten.add.Tensor, counts, ctx.call(operator.sub, rows, 1)), rows
+    )
     last_block = ctx.call(aten.cumsum.default, needed, 0)
     first_block = ctx.call(aten.sub.Tensor, last_block, needed)
     first_row = ctx.call(aten.sub.Tensor, ctx.call(aten.cumsum.default, counts, 0), counts)
@@ -115,7 +117,10 @@ def group(ctx: Context, value: Broadcast) -> Groups | None:
     match value.map.steps[0]:
         case Gather(index=index, wraps=wraps) as step:
             users = ctx.size(value.node, 0)
-            plan = ctx.plan(("groups", step), lambda: make_plan(ctx, _wrapped(ctx, index, users) if wraps else index, users))
+            plan = ctx.plan(
+                ("groups", step),
+                lambda: make_plan(ctx, _wrapped(ctx, index, users) if wraps else index, users),
+            )
             return Groups(ctx, value, plan)
         case Expand() | Repeat():
             return Groups(ctx, value, None)

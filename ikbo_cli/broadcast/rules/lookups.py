@@ -102,9 +102,8 @@ def index(ctx: Context, x: Value, indices: Sequence[Value | None]) -> Any:
                 return result
         if isinstance(x, Uniform) and isinstance(pick, Broadcast):
             return pick.with_node(ctx.call(ctx.op, x, [*[None] * dim, pick.node]), dim=dim)
-    if isinstance(x, Uniform) and len(used) == 1 and used[0] == 0 and isinstance(picks[0], Broadcast):
-        if picks[0].dtype in INTEGERS:
-            return picks[0].with_node(ctx.call(ctx.op, x, [picks[0].node]))
+    if isinstance(x, Uniform) and used == [0] and isinstance(picks[0], Broadcast) and picks[0].dtype in INTEGERS:
+        return picks[0].with_node(ctx.call(ctx.op, x, [picks[0].node]))
     contiguous = used == list(range(used[0], used[-1] + 1))
     plain = all(isinstance(p, Full) and p.dtype in INTEGERS and not _has_rows(ctx, p) for p in picks)
     if isinstance(x, Broadcast) and x.dim not in used and contiguous and plain:
@@ -197,7 +196,11 @@ def repeat_interleave_tensor(
     rows = ctx.plan(
         ("repeats", repeats.node),
         lambda: ctx.call_sized(
-            aten.repeat_interleave.Tensor, (ctx.output_size(at),), torch.int64, repeats, output_size=output_size
+            aten.repeat_interleave.Tensor,
+            (ctx.output_size(at),),
+            torch.int64,
+            repeats,
+            output_size=output_size,
         ),
     )
     return read_rows(ctx, x, at, rows) or ctx.materialized(x, repeats, dim, output_size=output_size)
@@ -226,4 +229,4 @@ def _is_regular(offsets: Node, step: int) -> bool:
     """Whether a node is `arange(0, n, step)`."""
     if not isinstance(offsets, fx.Node):
         return bool((offsets == torch.arange(len(offsets)) * step).all())
-    return offsets.target is aten.arange.start_step and offsets.args[0] == 0 and offsets.args[2] == step
+    return bool(offsets.target is aten.arange.start_step and offsets.args[0] == 0 and offsets.args[2] == step)

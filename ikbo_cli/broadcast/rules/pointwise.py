@@ -166,7 +166,11 @@ def add(ctx: Context, x: Any, y: Any, *, alpha: Any = 1) -> Any:
         return pointwise(ctx, x, y, alpha=alpha) if alpha != 1 else pointwise(ctx, x, y)
     if shared_level(operands) is not None or any(isinstance(arg, Concat) for arg in operands):
         return pointwise(ctx, x, y)
-    right = ctx.apply(aten.neg.default, y) if sign < 0 and is_tensor(y) else (-y if sign < 0 and not isinstance(y, Scalar) else y)
+    right = (
+        ctx.apply(aten.neg.default, y)
+        if sign < 0 and is_tensor(y)
+        else (-y if sign < 0 and not isinstance(y, Scalar) else y)
+    )
     if isinstance(right, Scalar):
         return pointwise(ctx, x, y)
     return add_terms(ctx, [*_terms(x), *_terms(right)], x.dtype)

@@ -119,7 +119,13 @@ def _compact_rows(ctx: Context, x: Broadcast, mult: int) -> Any:
 
 
 def _merge_expanded(
-    ctx: Context, x: Broadcast, size: Sequence[Any], after: tuple[int, ...], group: Group, prefix: int, outer: int
+    ctx: Context,
+    x: Broadcast,
+    size: Sequence[Any],
+    after: tuple[int, ...],
+    group: Group,
+    prefix: int,
+    outer: int,
 ) -> Value | None:
     """`[U, 1, D] -> expand [U, R, D] -> [U * R, D]`: every row of the outer axes is repeated R times in place."""
     times = x.map.rows
@@ -203,7 +209,11 @@ def flatten(ctx: Context, x: Value, start_dim: int = 0, end_dim: int = -1) -> An
     """`flatten` is a view whose merged axis takes what remains."""
     ndim = len(x.shape)
     start, end = normalize_dim(start_dim, ndim), normalize_dim(end_dim, ndim)
-    sizes = [*_sizes(ctx, x, range(start)), math.prod(x.shape[start : end + 1]), *_sizes(ctx, x, range(end + 1, ndim))]
+    sizes = [
+        *_sizes(ctx, x, range(start)),
+        math.prod(x.shape[start : end + 1]),
+        *_sizes(ctx, x, range(end + 1, ndim)),
+    ]
     dynamic = [d for d in range(start, end + 1) if ctx.is_dynamic(x.shape[d])]
     if dynamic:
         sizes[start] = -1
@@ -422,7 +432,7 @@ def unbind(ctx: Context, x: Value, dim: int = 0) -> Any:
 @rule(aten.expand.default, always=True)
 def expand(ctx: Context, x: Value, size: Sequence[Any], *, implicit: bool = False) -> Any:
     """Repeats a row without writing it: the start of a broadcast (form F2), or a new axis of one."""
-    ndim, grown = len(x.shape), len(size) - len(x.shape)
+    _ndim, grown = len(x.shape), len(size) - len(x.shape)
     if isinstance(x, Sum):
         return ctx.materialized(x, size)
     if isinstance(x, Concat) and hint(size[x.dim + grown]) in (-1, x.shape[x.dim]):
