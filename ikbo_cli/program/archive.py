@@ -1,67 +1,49 @@
-"""Looking into a model file without loading it: what it is, whether it is whole, whether loading it would run code."""
+"""Looking into a model file without loading it: what it is, whether it is whole, what its manifest says."""
 
 from __future__ import annotations
 
-import ast
 import hashlib
-import io
 import json
-import pickle
 import zipfile
-from collections.abc import Iterator
+import zlib
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ikbo_cli.errors import CorruptModel, ForeignModel, ModelNotFound, NewerModel, TruncatedModel, UnsafeModel
+from ikbo_cli.errors import CorruptModel, ForeignModel, IkboError, ModelNotFound, NewerModel, TruncatedModel
+from ikbo_cli.program import safety
 
 MANIFEST = "ikbo.json"
 RECIPE = (
     "export the model first: torch.export.save(torch.export.export(model.eval(), args, "
     'dynamic_shapes=...), "model.pt2")'
 )
-TRUST = "if you trust where the file comes from, give --trust"
+AGAIN = "copy the file again from where it was written, or export the model again"
 
 _UNREADABLE = (
-    zipfile.BadZipFile,
-    KeyError,
-    EOFError,
-    OSError,
-    TypeError,
-    AttributeError,
-    NotImplementedError,
-    ValueError,
-)
-
-_EXPRESSION_NAMES = {
-    "Symbol", "Integer", "Mul", "Add", "Pow", "Float", "Rational", "FloorDiv", "CleanDiv", "CeilDiv", "Mod",
-    "PythonMod", "ModularIndexing", "Max", "Min", "Where", "Eq", "Ne", "Gt", "Ge", "Lt", "Le", "Equality",
-    "Unequality", "StrictGreaterThan", "GreaterThan", "StrictLessThan", "LessThan", "And", "Or", "Not", "true", "false",
-    "BooleanTrue", "BooleanFalse", "IntTrueDiv", "FloatTrueDiv", "TruncToInt", "ToFloat", "RoundToInt", "CeilToInt",
-    "FloorToInt", "PowByNatural", "FloatPow", "Abs", "oo", "int_oo", "IntInfinity", "NegativeIntInfinity", "Infinity",
-    "NegativeInfinity", "Identity", "LShift", "RShift", "One", "Zero", "NegativeOne", "Half", "True", "False", "sympy",
-}  # fmt: skip
-_EXPRESSION_NODES = (
-    ast.Expression, ast.Call, ast.Name, ast.Load, ast.Constant, ast.keyword, ast.UnaryOp, ast.USub, ast.BinOp, ast.Add,
-    ast.Sub, ast.Mult, ast.FloorDiv, ast.Mod, ast.Pow, ast.Div, ast.Tuple,
+    zipfile.BadZipFile, zlib.error, LookupError, EOFError, OSError, TypeError, AttributeError, RuntimeError, ValueError,
+    OverflowError, MemoryError,
 )  # fmt: skip
-_GUARD_NODES = (
-    *_EXPRESSION_NODES, ast.Compare, ast.Eq, ast.NotEq, ast.Lt, ast.LtE, ast.Gt, ast.GtE, ast.BoolOp, ast.And, ast.Or,
-    ast.Not, ast.Subscript, ast.Attribute, ast.Is, ast.IsNot, ast.List,
-)  # fmt: skip
-_GUARD_NAMES = {"L", "None", "torch", "math", "max", "min", "isinstance", "len"}
-_GUARD_ATTRIBUTES = {
-    "size",
-    "stride",
-    "storage_offset",
-    "dim",
-    "sym_max",
-    "sym_min",
-    "trunc",
-    "ceil",
-    "floor",
-    "sqrt",
+_BULK = ("data/weights/weight_", "data/constants/tensor_")
+_FOREIGN = {
+    "aoti": "an AOTInductor package: compiled code, from which the program cannot be recovered",
+    "torchscript": "a TorchScript file",
+    "state_dict": "a file of torch.save (weights, or a pickled module), which holds no program",
+    "onnx": "an ONNX file",
+    "pickle": "a Python pickle, which is never opened",
+    "legacy": "a .pt2 in the layout of torch 2.7 or older, all of whose parts are pickles",
+    "unknown": "no model file that is known",
+}
+_HINTS = {
+    "aoti": "give the .pt2 that torch.export.save wrote before it was compiled; without one, " + RECIPE,
+    "torchscript": "from the nn.Module, " + RECIPE,
+    "state_dict": "load the weights into the nn.Module, then " + RECIPE,
+    "onnx": "from the nn.Module, " + RECIPE,
+    "pickle": "open it yourself where it was made, then " + RECIPE,
+    "legacy": "load it with the torch that wrote it and save it again with torch 2.8 or newer",
+    "unknown": RECIPE,
 }
 
 
@@ -78,7 +60,12 @@ def detect_format(path: str | Path) -> str:
     """What a file is, by its content.
 
     Returns:
-        `pt2`, `aoti`, `torchscript`, `state_dict`, `onnx`, `pickle`, `truncated`, `empty` or `unknown`.
+        `pt2`, `aoti`, `torchscript`, `state_dict`, `onnx`, `pickle`, `legacy` (a `.pt2` of torch 2.7 or older),
+        `truncated`, `empty` or `unknown`.
+
+    Raises:
+        OSError: it cannot be read.
+        zipfile.BadZipFile: its table of contents is damaged.
     """
     with open(path, "rb") as file:
         head = file.read(64)
@@ -86,29 +73,26 @@ def detect_format(path: str | Path) -> str:
         return "empty"
     if zipfile.is_zipfile(path):
         with zipfile.ZipFile(path) as archive:
-            names = [name.partition("/")[2] for name in archive.namelist()]
-        if any(name.startswith("data/aotinductor/") for name in names):
-            return "aoti"
-        if any(name.startswith("models/") and name.endswith(".json") for name in names):
-            return "pt2"
-        if "constants.pkl" in names or any(name.startswith("code/") for name in names):
-            return "torchscript"
-        return "state_dict" if "data.pkl" in names else "unknown"
+            return _archive_format(archive.namelist())
     if head[:4] == b"PK\x03\x04":
         return "truncated"
-    if (head[:1] == b"\x08" and b"pytorch" in head) or b"onnx" in head.lower():
+    # ONNX is a protobuf message: its first field is a small version number, one of its other fields follows.
+    if head[:1] == b"\x08" and len(head) > 2 and head[1] < 32 and head[2] in b"\x12\x1a\x22\x28\x32\x3a\x42":
         return "onnx"
-    return "pickle" if head[:1] == b"\x80" else "unknown"
+    return "pickle" if head[:1] == b"\x80" and head[1:2] <= b"\x05" else "unknown"
 
 
-_FOREIGN = {
-    "aoti": "an AOTInductor package: compiled code, from which the program cannot be recovered",
-    "torchscript": "a TorchScript file",
-    "state_dict": "a file of torch.save (weights or a pickled module), which holds no program",
-    "onnx": "an ONNX file",
-    "pickle": "a Python pickle, which is never opened",
-    "unknown": "no model file that is known",
-}
+def _archive_format(names: list[str]) -> str:
+    records = [name.partition("/")[2] for name in names]
+    if any(record.startswith("data/aotinductor/") for record in records):
+        return "aoti"
+    if any(record.startswith("models/") for record in records):
+        return "pt2"
+    if "serialized_exported_program.json" in names:
+        return "legacy"
+    if "constants.pkl" in records or any(record.startswith("code/") for record in records):
+        return "torchscript"
+    return "state_dict" if "data.pkl" in records else "unknown"
 
 
 def inspect(path: Path, *, trust: bool) -> None:
@@ -123,55 +107,101 @@ def inspect(path: Path, *, trust: bool) -> None:
         UnsafeModel: loading it would execute code from it (not raised with `trust`).
     """
     if not path.exists():
-        raise ModelNotFound(f"{path}: no such file")
+        raise ModelNotFound(f"{path}: no such file", hint="check the path")
     if path.is_dir():
         raise ForeignModel(f"{path} is a folder", hint="give the path of a .pt2 file")
     try:
         kind = detect_format(path)
-    except (zipfile.BadZipFile, OSError, ValueError) as error:
-        raise CorruptModel(f"{path}: not a readable archive ({error})", hint="copy or export the file again") from error
+    except PermissionError as error:
+        raise ModelNotFound(f"{path} cannot be opened: {error.strerror}", hint="check its permissions") from error
+    except _UNREADABLE as error:
+        raise CorruptModel(f"{path}: its table of contents is damaged ({error})", hint=AGAIN) from error
     if kind == "empty":
-        raise TruncatedModel(f"{path} is empty", hint="copy or export the file again")
+        raise TruncatedModel(f"{path} is empty", hint=AGAIN)
     if kind == "truncated":
-        raise TruncatedModel(f"{path} ends early: its table of contents is missing", hint="copy the file again")
+        raise TruncatedModel(f"{path} ends early: its table of contents is missing", hint=AGAIN)
     if kind != "pt2":
-        raise ForeignModel(f"{path} is {_FOREIGN[kind]}", hint=RECIPE)
+        raise ForeignModel(f"{path} is {_FOREIGN[kind]}", hint=_HINTS[kind])
     try:
         with zipfile.ZipFile(path) as archive:
-            _check_whole(path, archive)
-            programs = list(_programs(archive))
-            for document in programs:
-                _check_version(path, document)
-            if not trust:
-                _check_safe(path, archive, programs)
+            _inspect_records(path, archive, trust=trust)
+    except IkboError:
+        raise
+    except RecursionError as error:
+        raise CorruptModel(f"{path}: a record is nested too deeply", hint=AGAIN) from error
     except _UNREADABLE as error:
-        raise CorruptModel(
-            f"{path}: a record cannot be read ({error})", hint="copy or export the file again"
-        ) from error
+        raise CorruptModel(f"{path}: a record cannot be read ({error})", hint=AGAIN) from error
+
+
+def _inspect_records(path: Path, archive: zipfile.ZipFile, *, trust: bool) -> None:
+    broken = archive.testzip()
+    if broken is not None:
+        raise CorruptModel(f"{path}: the checksum of {broken!r} is wrong", hint=AGAIN)
+    root = archive.namelist()[0].partition("/")[0]
+    names = _same_records(path, archive, root)
+
+    def read(name: str) -> bytes:
+        return archive.read(f"{root}/{name}")
+
+    version = read("archive_version").decode() if "archive_version" in names else "0"
+    if version != "0":
+        raise NewerModel(
+            f"{path} has archive version {version[:20]}, the installed torch {torch.__version__} knows 0",
+            hint="install the torch that wrote it, or export the model again with this one",
+        )
+    for document in _programs(names, read):
+        _check_version(path, document)
+        if not trust:
+            safety.check_program(path, document)
+    if not trust:
+        safety.check_pickles(path, names, read)
+
+
+def _same_records(path: Path, archive: zipfile.ZipFile, root: str) -> list[str]:
+    """Names of the records without their root folder, after making sure that torch reads the same archive.
+
+    Python and torch look for the table of contents in different ways: a file can be made to show each another one.
+    """
+    names = []
+    for name in archive.namelist():
+        folder, _, record = name.partition("/")
+        if folder != root or not record:
+            raise CorruptModel(f"{path}: the record {name!r} is outside the folder {root!r}", hint=AGAIN)
+        names.append(record)
+    reader = torch._C.PyTorchFileReader(str(path))
+    seen = reader.get_all_records()
+    if len({name.lower() for name in names}) != len(names) or sorted(seen) != sorted(names):
+        raise CorruptModel(f"{path}: its table of contents is ambiguous", hint=AGAIN)
+    for name in names:
+        if not name.startswith(_BULK) and reader.get_record(name) != archive.read(f"{root}/{name}"):
+            raise CorruptModel(f"{path}: its table of contents is ambiguous at {name!r}", hint=AGAIN)
+    return names
+
+
+def _programs(names: list[str], read: Callable[[str], bytes]) -> Iterator[dict[str, Any]]:
+    # torch takes every record of this folder for a program, whatever its suffix.
+    for name in names:
+        if name.startswith("models/"):
+            yield json.loads(read(name).decode())
+
+
+def programs(path: Path) -> list[dict[str, Any]]:
+    """The programs of a `.pt2`, as written: for finding out why torch could not load one."""
+    with zipfile.ZipFile(path) as archive:
+        root = archive.namelist()[0].partition("/")[0]
+        names = [name.partition("/")[2] for name in archive.namelist()]
+        return list(_programs(names, lambda name: archive.read(f"{root}/{name}")))
 
 
 def read_manifest(path: str | Path) -> dict[str, Any] | None:
     """The manifest inside a file that `ikbo transform` wrote, without loading the program; None elsewhere."""
     try:
         with zipfile.ZipFile(path) as archive:
-            name = next((n for n in archive.namelist() if n.endswith(f"extra/{MANIFEST}")), None)
-            manifest = json.loads(archive.read(name)) if name else None
-    except (zipfile.BadZipFile, OSError, ValueError):
+            name = next((n for n in archive.namelist() if n.partition("/")[2] == f"extra/{MANIFEST}"), None)
+            manifest = json.loads(archive.read(name).decode()) if name else None
+    except (*_UNREADABLE, RecursionError):
         return None
     return manifest if isinstance(manifest, dict) else None
-
-
-def _check_whole(path: Path, archive: zipfile.ZipFile) -> None:
-    broken = archive.testzip()
-    if broken is not None:
-        raise CorruptModel(f"{path}: the checksum of {broken!r} is wrong", hint="copy or export the file again")
-
-
-def _programs(archive: zipfile.ZipFile) -> Iterator[dict[str, Any]]:
-    for name in archive.namelist():
-        _, _, inner = name.partition("/")
-        if inner.startswith("models/") and inner.endswith(".json"):
-            yield json.loads(archive.read(name))
 
 
 def _check_version(path: Path, document: dict[str, Any]) -> None:
@@ -181,71 +211,6 @@ def _check_version(path: Path, document: dict[str, Any]) -> None:
     if major > SCHEMA_VERSION[0]:
         raise NewerModel(
             f"{path} has export schema {major}, the installed torch {torch.__version__} knows {SCHEMA_VERSION[0]}",
-            hint=f"install the torch that wrote it ({document.get('torch_version', 'newer')}) or export it again",
+            hint=f"install the torch that wrote it ({document.get('torch_version', 'newer')}), "
+            "or export the model again with this one",
         )
-
-
-def _check_safe(path: Path, archive: zipfile.ZipFile, programs: list[dict[str, Any]]) -> None:
-    for document in programs:
-        for expression in _strings(document, "expr_str"):
-            if not _is_plain(expression, _EXPRESSION_NODES, _EXPRESSION_NAMES, set()):
-                raise UnsafeModel(
-                    f"{path}: a size expression is not arithmetic, and torch would evaluate it: {expression[:80]!r}",
-                    hint=TRUST,
-                )
-        for guard in document.get("guards_code") or []:
-            if not _is_plain(guard, _GUARD_NODES, _GUARD_NAMES, _GUARD_ATTRIBUTES):
-                raise UnsafeModel(
-                    f"{path}: its guards contain code that torch would execute: {guard[:80]!r}", hint=TRUST
-                )
-    for name in archive.namelist():
-        inner = name.partition("/")[2]
-        if inner.startswith("data/sample_inputs/") and not _loads_weights_only(archive.read(name)):
-            raise UnsafeModel(f"{path}: its example inputs are a pickle that torch would execute ({inner})", hint=TRUST)
-        if inner.startswith("data/constants/custom_obj"):
-            raise UnsafeModel(f"{path}: it holds a pickled custom object ({inner})", hint=TRUST)
-        if inner.endswith("_config.json") and inner.startswith(("data/weights/", "data/constants/")):
-            folder = name.rpartition("/")[0]
-            for key, entry in json.loads(archive.read(name))["config"].items():
-                if entry.get("use_pickle") and not _loads_weights_only(archive.read(f"{folder}/{entry['path_name']}")):
-                    raise UnsafeModel(f"{path}: the tensor {key!r} is a pickle that torch would execute", hint=TRUST)
-
-
-def _loads_weights_only(payload: bytes) -> bool:
-    if not payload:  # no example inputs were saved
-        return True
-    try:
-        torch.load(io.BytesIO(payload), weights_only=True, map_location="meta")
-    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, KeyError, AttributeError):
-        return False
-    return True
-
-
-def _strings(document: Any, key: str) -> Iterator[str]:
-    if isinstance(document, dict):
-        for name, value in document.items():
-            if name == key and isinstance(value, str):
-                yield value
-            else:
-                yield from _strings(value, key)
-    elif isinstance(document, list):
-        for item in document:
-            yield from _strings(item, key)
-
-
-def _is_plain(text: str, nodes: tuple[type, ...], names: set[str], attributes: set[str]) -> bool:
-    """Whether an expression is made of the given syntax, names and attributes alone."""
-    if not text:
-        return True
-    try:
-        tree = ast.parse(text, mode="eval")
-    except (SyntaxError, ValueError, RecursionError):
-        return False
-    for node in ast.walk(tree):
-        if not isinstance(node, nodes):
-            return False
-        if isinstance(node, ast.Name) and node.id not in names:
-            return False
-        if isinstance(node, ast.Attribute) and node.attr not in attributes:
-            return False
-    return True

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import inspect as python_inspect
 import logging
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import fx
+from torch._export.serde.schema import SCHEMA_VERSION
 from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind
 
-from ikbo_cli.errors import CorruptModel, ForeignModel, MissingOperator
-from ikbo_cli.program import archive
+from ikbo_cli.errors import CorruptModel, ForeignModel, IkboError, MissingOperator
+from ikbo_cli.program import archive, safety
+
+_LOGGERS = ("torch.export", "torch.export.pt2_archive._package", "torch._export.serde.serialize")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,16 +56,14 @@ class Program:
 
     @property
     def inputs(self) -> tuple[ProgramInput, ...]:
-        """Inputs in flat order, under the program's own names."""
+        """Tensor inputs in flat order, under the program's own names."""
+        nodes = {node.name: node for node in self.exported.graph.nodes if node.op == "placeholder"}
         found = []
         for spec in self.exported.graph_signature.input_specs:
-            if spec.kind != torch.export.graph_signature.InputKind.USER_INPUT:
-                continue
-            node = next(n for n in self.exported.graph.nodes if n.name == spec.arg.name)
-            value = node.meta.get("val")
-            if isinstance(value, torch.Tensor):
-                shape = tuple(s if isinstance(s, int) else str(s) for s in value.shape)
-                found.append(ProgramInput(node.name, shape, value.dtype, True))
+            value = nodes[spec.arg.name].meta.get("val")
+            if spec.kind == InputKind.USER_INPUT and isinstance(value, torch.Tensor):
+                shape = tuple(size if isinstance(size, int) else str(size) for size in value.shape)
+                found.append(ProgramInput(spec.arg.name, shape, value.dtype, True))
         return tuple(found)
 
 
@@ -73,59 +77,55 @@ def unlifted(exported: ExportedProgram) -> fx.GraphModule:
 def load(path: str | Path, *, trust: bool = False) -> Program:
     """Load a `.pt2` file after checking that doing so executes nothing from it.
 
+    Args:
+        path: The file; what it is, is told by its content.
+        trust: Load it even if that executes code from it. It must be whole all the same.
+
     Raises:
         IkboError: one class per cause, see `archive.inspect`; MissingOperator names an unregistered operator.
     """
     path = Path(path)
     archive.inspect(path, trust=trust)
-    messages = _Messages()
-    logger = logging.getLogger("torch")
-    logger.addHandler(messages)
+    sha256 = archive.sha256_of(path)
     try:
-        exported = torch.export.load(str(path))
-    except Exception as error:
-        text = " ".join([str(error), str(error.__cause__ or ""), str(error.__context__ or ""), *messages.texts])
-        operator = _missing_operator(text)
+        with _quiet():
+            exported = torch.export.load(str(path))
+    except Exception as error:  # torch raises whatever its many layers raise
+        raise _explained(path, error) from error
+    return Program(exported, path, "pt2", sha256, archive.read_manifest(path))
+
+
+def _explained(path: Path, error: Exception) -> IkboError:
+    """Why torch could not load a file that is whole."""
+    for document in archive.programs(path):
+        operator = safety.missing_operator(document)
         if operator:
-            raise MissingOperator(
+            return MissingOperator(
                 f"{path} calls the operator {operator}, which is not registered in this process",
-                hint="load the library that defines it: use the Python API after importing it",
-            ) from error
-        if "schema" in text.lower() and "version" in text.lower():
-            raise ForeignModel(
-                f"{path}: torch {torch.__version__} cannot read its schema", hint=archive.RECIPE
-            ) from error
-        raise CorruptModel(
-            f"{path}: torch cannot load it: {_first_line(error)}", hint="export the file again"
-        ) from error
+                hint="give the module that defines it with --import MODULE, or its library with --load-library ops.so",
+            )
+        major = document["schema_version"]["major"]
+        if major < SCHEMA_VERSION[0]:
+            return ForeignModel(
+                f"{path} has export schema {major}, the installed torch {torch.__version__} reads only "
+                f"{SCHEMA_VERSION[0]}",
+                hint=f"load it with the torch that wrote it ({document.get('torch_version', 'older')}), or "
+                + archive.RECIPE,
+            )
+    lines = str(error.__cause__ or error).strip().splitlines()
+    reason = lines[-1] if lines else type(error).__name__
+    return CorruptModel(f"{path}: torch {torch.__version__} cannot load it: {reason[:200]}", hint=archive.AGAIN)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep torch from printing the traceback of a failed load, or a remark about the file's suffix."""
+    loggers = [logging.getLogger(name) for name in _LOGGERS]
+    levels = [logger.level for logger in loggers]
+    try:
+        for logger in loggers:
+            logger.setLevel(logging.CRITICAL)
+        yield
     finally:
-        logger.removeHandler(messages)
-    return Program(exported, path, "pt2", archive.sha256_of(path), archive.read_manifest(path))
-
-
-class _Messages(logging.Handler):
-    """Keeps what torch only logs: the reason why an operator could not be resolved."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.DEBUG)
-        self.texts: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.texts.append(record.getMessage())
-
-
-def _missing_operator(text: str) -> str | None:
-    import re
-
-    for pattern in (r"torch\.ops\.([\w.]+)", r"([\w]+::[\w.]+)"):
-        for name in re.findall(pattern, text):
-            space, _, rest = name.replace("::", ".").partition(".")
-            packet = getattr(getattr(torch.ops, space), rest.split(".")[0], None) if rest else None
-            if rest and packet is None:
-                return f"{space}::{rest}"
-    return None
-
-
-def _first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)

@@ -40,8 +40,8 @@ _GUARD_SYNTAX = (
 )  # fmt: skip
 _GUARD_NAMES = {"L", "torch", "math", "cast_symbool_to_symint_guardless", "int", "float", "bool", "len", "max", "min"}
 _GUARD_ATTRIBUTES = {
-    "size", "stride", "storage_offset", "dim", "item", "sym_max", "sym_min", "sym_ite", "sym_not", "sym_float", "sym_int",
-    "trunc", "ceil", "floor", "sqrt", "isnan", "isinf", "inf", "nan",
+    "size", "stride", "storage_offset", "dim", "item", "sym_max", "sym_min", "sym_ite", "sym_not", "sym_float",
+    "sym_int", "trunc", "ceil", "floor", "sqrt", "isnan", "isinf", "inf", "nan",
 }  # fmt: skip
 
 _PURE_OPERATORS = {
@@ -70,7 +70,9 @@ def check_program(path: object, document: dict[str, Any]) -> None:
     """
     for key, text in strings(document):
         if key == "expr_str":
-            _require(is_arithmetic(text), path, "a size expression is not arithmetic, and torch would evaluate it", text)
+            _require(
+                is_arithmetic(text), path, "a size expression is not arithmetic, and torch would evaluate it", text
+            )
         elif key == "guards_code":
             _require(is_plain_guard(text), path, "its guards contain code that torch would execute", text)
         elif key in ("target", "as_operator"):
@@ -80,7 +82,12 @@ def check_program(path: object, document: dict[str, Any]) -> None:
         elif key in _PATH_KEYS:
             _require(bool(_PATH.fullmatch(text)), path, "a module path would become code in the generated source", text)
         elif key in ("in_spec", "out_spec"):
-            _require(is_plain_structure(text), path, "its input structure makes torch import a module", text)
+            _require(
+                is_plain_structure(text, keywords=key == "in_spec"),
+                path,
+                "its input structure makes torch import a module",
+                text,
+            )
 
 
 def check_pickles(path: object, names: list[str], read: Callable[[str], bytes]) -> None:
@@ -231,8 +238,11 @@ def missing_operator(document: dict[str, Any]) -> str | None:
     return None
 
 
-def is_plain_structure(text: str) -> bool:
-    """Whether an input or output structure (a serialized pytree) makes torch import nothing."""
+def is_plain_structure(text: str, *, keywords: bool = False) -> bool:
+    """Whether an input or output structure (a serialized pytree) makes torch import nothing.
+
+    With `keywords` the names of keyword inputs are checked too: they are written into the source of `forward`.
+    """
     if not text:
         return True
     try:
@@ -253,7 +263,7 @@ def is_plain_structure(text: str) -> bool:
                 return False
         if _names_an_enum(context):
             return False
-    return all(_NAME.fullmatch(name) for name in _keywords(tree))
+    return not keywords or all(_NAME.fullmatch(name) for name in _keywords(tree))
 
 
 def _names_an_enum(context: Any) -> bool:
@@ -275,7 +285,6 @@ def _names_an_enum(context: Any) -> bool:
 
 
 def _keywords(tree: dict[str, Any]) -> list[str]:
-    """Names of the keyword inputs: they are written into the source of `forward`."""
     children = tree["children_spec"]
     if len(children) != 2 or children[1].get("type") != "builtins.dict":
         return []

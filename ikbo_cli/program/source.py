@@ -7,16 +7,19 @@ import re
 from torch import fx
 
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
+# A folder of the user's own may be called torch: only the installed package is skipped.
+_TORCH = re.compile(r"(^|[\\/](site|dist)-packages[\\/])torch[\\/]|^<")
 
 
 def source_location(node: fx.Node) -> str | None:
     """`file.py:123` of the user's own line, skipping frames inside torch; None if nothing was recorded."""
     frames = _FRAME.findall(node.meta.get("stack_trace") or "")
-    own = [(file, line) for file, line in frames if "/torch/" not in file and not file.startswith("<")]
+    own = [(file, line) for file, line in frames if not _TORCH.search(file)]
     if not own:
         return None
     file, line = own[-1]
-    return f"{file.rpartition('/')[2]}:{line}"
+    name = re.split(r"[\\/]", file)[-1]
+    return f"{name}:{line}"
 
 
 def module_path(node: fx.Node) -> str | None:
