@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.export import ExportedProgram
 
-from ikbo_cli.errors import OutputExists
+from ikbo_cli.errors import OutputExists, UsageError
 from ikbo_cli.program.archive import MANIFEST
 
 
@@ -28,8 +28,13 @@ def save(exported: ExportedProgram, path: str | Path, *, manifest: dict[str, Any
 
     Raises:
         OutputExists: the path is taken and `force` is False.
+        UsageError: the path is a folder, or its folder does not exist.
     """
     path = Path(path)
+    if path.is_dir():
+        raise UsageError(f"{path} is a folder", hint="give the name of the file to write")
+    if not path.resolve().parent.is_dir():
+        raise UsageError(f"{path}: there is no folder {path.parent}", hint="create it first")
     if path.exists() and not force:
         raise OutputExists(f"{path} exists", hint="give --force to overwrite it")
     stripped = copy.copy(exported)
