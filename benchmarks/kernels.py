@@ -116,9 +116,7 @@ def attention(explore: bool) -> None:
                 return functional.scaled_dot_product_attention(*moved).transpose(1, 2)
 
         record(group, "cuDNN folded, even twin", cudnn, flops=flops)
-        truth = kernels.broadcast_target_attention(
-            q.float(), k.float(), v.float(), index, order, offsets, form="aten"
-        )
+        truth = kernels.broadcast_target_attention(q.float(), k.float(), v.float(), index, order, offsets, form="aten")
         if not explore:
             record(group, "SDPA flash with broadcast", flash, truth, flops)
         forms = ["auto"]
@@ -144,7 +142,7 @@ def attention(explore: bool) -> None:
         for form in forms:
 
             def run(form: str = form) -> Tensor:
-                return kernels.broadcast_target_attention(q, k, v, index, order, offsets, form=form)  # noqa: B023
+                return kernels.broadcast_target_attention(q, k, v, index, order, offsets, form=form)
 
             record(group, form, run, truth, flops)
 
@@ -158,9 +156,7 @@ def group_bench(explore: bool) -> None:
 
 def lce(explore: bool) -> None:
     rows, columns, user_depth, cand_depth = 433, 256, 1178, 866
-    for batch, ratio in (
-        ((1024, 70),) if explore else ((1024, 70), (256, 70), (4096, 70), (1024, 10), (4096, 10_000))
-    ):
+    for batch, ratio in ((1024, 70),) if explore else ((1024, 70), (256, 70), (4096, 70), (1024, 10), (4096, 10_000)):
         users = max(1, -(-batch // ratio))
         group = f"lce B={batch} ratio={ratio}"
         flops = 2.0 * rows * columns * (batch * cand_depth + users * user_depth)
@@ -174,10 +170,8 @@ def lce(explore: bool) -> None:
         truth = narrow[0].float() @ e_cand.float() + (narrow[1].float() @ e_user.float())[index]
         padded = [functional.pad(e, (0, 0, 0, 6)) for e in (e_cand, e_user)]
 
-        def decomposed(
-            padded: list[Tensor] = padded, w_cand: Tensor = w_cand, w_user: Tensor = w_user
-        ) -> Tensor:
-            return w_cand @ padded[0] + (w_user @ padded[1])[index]  # noqa: B023
+        def decomposed(padded: list[Tensor] = padded, w_cand: Tensor = w_cand, w_user: Tensor = w_user) -> Tensor:
+            return w_cand @ padded[0] + (w_user @ padded[1])[index]
 
         record(group, "decomposed, K padded, torch.compile", compiled(decomposed), truth, flops)
         forms = ["auto", "triton", "aten16"]
@@ -191,7 +185,7 @@ def lce(explore: bool) -> None:
         for form in forms:
 
             def run(form: str = form) -> Tensor:
-                return kernels.broadcast_lce(e_cand, narrow[0], index, e_user, narrow[1], form=form)  # noqa: B023
+                return kernels.broadcast_lce(e_cand, narrow[0], index, e_user, narrow[1], form=form)
 
             record(group, form, run, truth, flops)
 
@@ -218,10 +212,8 @@ def linear(explore: bool) -> None:
         def original(x_cand: Tensor, x_user: Tensor, index: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
             return torch.relu(functional.linear(torch.cat([x_user[index], x_cand], 1), weight, bias))
 
-        def decomposed(
-            x_cand: Tensor, x_user: Tensor, index: Tensor, w_user: Tensor, w_cand: Tensor
-        ) -> Tensor:
-            part = functional.linear(x_user, w_user, bias)  # noqa: B023
+        def decomposed(x_cand: Tensor, x_user: Tensor, index: Tensor, w_user: Tensor, w_cand: Tensor) -> Tensor:
+            part = functional.linear(x_user, w_user, bias)
             return torch.relu(functional.linear(x_cand, w_cand) + part[index])
 
         original_c, decomposed_c = compiled(original), torch.compile(decomposed, fullgraph=True)
@@ -231,16 +223,16 @@ def linear(explore: bool) -> None:
             lambda: original_c(x_cand, x_user, index, weight, bias),
             truth,
             flops,
-        )  # noqa: B023
+        )
         record(
             group,
             "decomposed, torch.compile",
             lambda: decomposed_c(x_cand, x_user, index, w_user, w_cand),
             truth,
             flops,
-        )  # noqa: B023
-        record(group, "user GEMM alone", lambda: torch.mm(x_user, w_user.T, out_dtype=torch.float32))  # noqa: B023
-        record(group, "candidate GEMM alone", lambda: functional.linear(x_cand, w_cand))  # noqa: B023
+        )
+        record(group, "user GEMM alone", lambda: torch.mm(x_user, w_user.T, out_dtype=torch.float32))
+        record(group, "candidate GEMM alone", lambda: functional.linear(x_cand, w_cand))
         forms = ["auto", "aten", "aten16"]
         if explore:
             tiles = [
@@ -261,7 +253,7 @@ def linear(explore: bool) -> None:
                     None,
                     bias,
                     "relu",
-                    form,  # noqa: B023
+                    form,
                 )
 
             record(group, form, run, truth, flops)
@@ -282,7 +274,7 @@ def din(explore: bool) -> None:
             truth = reference(*lifted)
             original = compiled(lambda *a: reference(*a))
             flops = 2.0 * batch * keys * (depth * units + units * tail)
-            record(group, "original, torch.compile", lambda: original(*arguments), truth, flops, limit=3e-2)  # noqa: B023
+            record(group, "original, torch.compile", lambda: original(*arguments), truth, flops, limit=3e-2)
             forms = ["auto", "aten"]
             if explore:
                 tiles = [(64, 4, 2), (64, 4, 1), (128, 8, 2), (32, 4, 2), (32, 2, 2), (16, 1, 2), (64, 4, 3)]
@@ -290,7 +282,7 @@ def din(explore: bool) -> None:
             for form in forms:
 
                 def run(form: str = form) -> Tensor:
-                    return kernels.broadcast_din_unit(*arguments, form=form)  # noqa: B023
+                    return kernels.broadcast_din_unit(*arguments, form=form)
 
                 record(group, form, run, truth, flops, limit=3e-2)
         if explore:
@@ -324,16 +316,16 @@ def dot(explore: bool) -> None:
             return torch.cat([torch.bmm(x, x.transpose(1, 2))[:, rows, columns], dense], 1)
 
         original_c = compiled(original)
-        record(group, "original, torch.compile", lambda: original_c(x_user, x_cand, index, dense))  # noqa: B023
+        record(group, "original, torch.compile", lambda: original_c(x_user, x_cand, index, dense))
         decomposed = torch.compile(reference, fullgraph=True)
-        record(group, "decomposed, torch.compile", lambda: decomposed(x_user, x_cand, index, dense), truth)  # noqa: B023
+        record(group, "decomposed, torch.compile", lambda: decomposed(x_user, x_cand, index, dense), truth)
         forms = ["auto"]
         if explore:
             forms = [form_of(DotConfig(d, w)) for d in (128, 64, 32) for w in (2, 4, 8) if d <= depth]
         for form in forms:
 
             def run(form: str = form) -> tuple[Tensor, Tensor]:
-                return kernels.broadcast_dot_interaction(x_user, x_cand, index, dense, form)  # noqa: B023
+                return kernels.broadcast_dot_interaction(x_user, x_cand, index, dense, form)
 
             record(group, form, run, truth)
 

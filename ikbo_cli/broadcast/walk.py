@@ -16,7 +16,13 @@ import sympy
 import torch
 from torch import fx
 from torch._ops import HigherOrderOperator, OpOverload
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    UnsupportedOperatorException,
+)
 
 from ikbo_cli.broadcast import aliasing
 from ikbo_cli.broadcast.context import Context, Refusal, SiteRecord, has_lazy
@@ -31,7 +37,10 @@ aten = torch.ops.aten
 INDEX_NAME = "cand_to_user_index"
 FIRST_HINT = 5003
 
+_UNKNOWN_SIZE = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
+
 _KEPT_META = ("stack_trace", "nn_module_stack", "source_fn_stack", "torch_fn")
+_READS_STRIDES = (aten.as_strided.default, aten.view.dtype)
 _DROPPED = (aten._assert_tensor_metadata.default,)
 
 
@@ -110,7 +119,7 @@ class GraphContext(Context):
         with self.mode:
             try:
                 fake = op(*fx.map_arg(list(args), val), **fx.map_arg(dict(kwargs), val))
-            except Exception:
+            except _UNKNOWN_SIZE:
                 fake = self._fallback(op)
         result = self._finish(node, fake)
         if key is not None:
@@ -382,7 +391,22 @@ class _Walker:
         if verbatim or changed is not None:
             self.env[node] = ctx.materialized(*args, **kwargs)
             return
+        if target is aten.view.default:
+            # Tensors of the new graph may be laid out differently; a reshape is a view wherever a view is possible.
+            ctx.op = aten.reshape.default
+        if target in _READS_STRIDES:
+            args = [self._laid_out_as_before(node, args[0]), *args[1:]]
         self.env[node] = self._rule(node, args, kwargs)
+
+    def _laid_out_as_before(self, node: fx.Node, value: Any) -> Any:
+        """For ops that read memory by stride: the same layout as in the original, or a refusal."""
+        written = self.ctx.materialize(value)
+        before = node.args[0].meta["val"]  # type: ignore[union-attr]
+        if not before.is_contiguous():
+            if value is not written and not isinstance(value, Full):
+                raise UnsupportedProgram(f"{node.target} reads memory that the rewrite lays out anew", node=node.name)
+            return value
+        return Full(self.ctx.call(aten.clone.default, written, memory_format=torch.contiguous_format))
 
     def _rule(self, node: fx.Node, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         ctx = self.ctx

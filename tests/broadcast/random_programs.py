@@ -54,7 +54,9 @@ class Builder:
         return node
 
     def add_input(self, name: str, *, user: bool) -> None:
-        shape = (BATCH, self.rng.choice(self.widths)) + ((self.rng.choice(self.widths),) if self.rng.random() < 0.5 else ())
+        shape = (BATCH, self.rng.choice(self.widths)) + (
+            (self.rng.choice(self.widths),) if self.rng.random() < 0.5 else ()
+        )
         example = self.tensor(*shape)
         node = self.graph.placeholder(name)
         dims = [DimDynamic.DYNAMIC] + [DimDynamic.STATIC] * (len(shape) - 1)
@@ -103,10 +105,14 @@ class Builder:
         axis = rng.randrange(1, n) if n > 1 else 0
         match kind:
             case "unary":
-                op = rng.choice([aten.relu.default, aten.tanh.default, aten.sigmoid.default, aten.neg.default, aten.abs.default])
+                op = rng.choice(
+                    [aten.relu.default, aten.tanh.default, aten.sigmoid.default, aten.neg.default, aten.abs.default]
+                )
                 self.call(op, x)
             case "scalar":
-                self.call(rng.choice([aten.mul.Tensor, aten.add.Tensor, aten.sub.Tensor]), x, rng.choice([0.5, 2, -1.5]))
+                self.call(
+                    rng.choice([aten.mul.Tensor, aten.add.Tensor, aten.sub.Tensor]), x, rng.choice([0.5, 2, -1.5])
+                )
             case "binary":
                 y, _ = self.pick(lambda o: _broadcasts(o, t))
                 self.call(rng.choice([aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.maximum.default]), x, y)
@@ -127,7 +133,13 @@ class Builder:
                 at = rng.randrange(1, n - 1)
                 shape = [*t.shape[1:at], t.shape[at] * t.shape[at + 1], *t.shape[at + 2 :]]
                 first = rng.choice([-1, self.size])
-                self.call(rng.choice([aten.view.default, aten.reshape.default]) if t.is_contiguous() else aten.reshape.default, x, [first, *shape])
+                self.call(
+                    rng.choice([aten.view.default, aten.reshape.default])
+                    if t.is_contiguous()
+                    else aten.reshape.default,
+                    x,
+                    [first, *shape],
+                )
             case "flatten" if n > 2:
                 self.call(aten.flatten.using_ints, x, 1, rng.choice([-1, 2]))
             case "unflatten" if n > 1 and n < 4 and t.shape[axis] % 2 == 0:
@@ -216,7 +228,9 @@ def _broadcasts(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def _cats(a: torch.Tensor, b: torch.Tensor, axis: int) -> bool:
-    return a.dim() == b.dim() and all(x == y for d, (x, y) in enumerate(zip(a.shape, b.shape, strict=True)) if d != axis)
+    return a.dim() == b.dim() and all(
+        x == y for d, (x, y) in enumerate(zip(a.shape, b.shape, strict=True)) if d != axis
+    )
 
 
 def build(seed: int) -> tuple[fx.GraphModule, Builder]:

@@ -27,7 +27,6 @@ def full(*shape):
     return Full(torch.randn(shape, dtype=torch.float64))
 
 
-
 def assert_commutes(ctx, op, *args, **kwargs):
     """materialize(rule(values)) == op(materialize(values)), in float64; returns the rule's result."""
     plain = EagerContext()
@@ -225,3 +224,11 @@ def test_sum_of_one_repeated_row_and_gathered_rows():
     ctx = context()
     row = ctx.apply(aten.expand.default, full(B, 1), [B, 3])
     assert_commutes(ctx, aten.add.Tensor, broadcast(ctx, (B, 1), 0), row)
+
+
+def test_part_that_is_a_sum_with_a_narrow_term():
+    """Found by random programs, seed 2001076: a term of width 1 was contracted with the weight of a wider part."""
+    ctx = context()
+    narrow = ctx.apply(aten.sub.Tensor, broadcast(ctx, (B, 1), 0), full(B, 3))
+    x = ctx.apply(aten.cat.default, [broadcast(ctx, (B, 2), 0), narrow], -1)
+    assert_commutes(ctx, aten.linear.default, x, Uniform(torch.randn(4, 5, dtype=torch.float64)))

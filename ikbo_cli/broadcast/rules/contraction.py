@@ -84,6 +84,8 @@ def split_contraction(
     levels: dict[Any, list[tuple[Full | Broadcast, tuple[int, int]]]] = {}
     start = 0
     for part, width in zip(x.parts, x.widths, strict=True):
+        if isinstance(part, Sum) and any(term.shape[dim - len(x.shape) :][:1] != (width,) for term in part.terms):
+            part = Full(ctx.materialize(part))  # a term is repeated along the contracted axis
         for term in part.terms if isinstance(part, Sum) else [part]:
             span = (start, start + width)
             if isinstance(term, Concat):  # concatenated along another axis: written, unless it can be split there
