@@ -215,9 +215,9 @@ class Builder:
 
 
 STEPS = (
-    "unary", "scalar", "binary", "binary", "linear", "linear", "cat", "cat", "cat", "stack", "view", "flatten", "unflatten",
-    "merge rows", "permute", "transpose", "unsqueeze", "squeeze", "slice", "select", "reduce", "softmax", "norm", "rows",
-    "bmm", "gram", "lce", "expand", "pick fields", "attention", "einsum",
+    "unary", "scalar", "binary", "binary", "linear", "linear", "cat", "cat", "cat", "stack", "view", "flatten",
+    "unflatten", "merge rows", "permute", "transpose", "unsqueeze", "squeeze", "slice", "select", "reduce", "softmax",
+    "norm", "rows", "bmm", "gram", "lce", "expand", "pick fields", "attention", "einsum",
 )  # fmt: skip
 
 

@@ -36,10 +36,8 @@ def shape_of(value):
 def test_json_schema(command, model, tmp_path):
     common = ["--user-inputs", "user_*", "--json", "--threads", "1"]
     fast = tmp_path / "fast.pt2"
-    if command == "analyze":
-        run = ikbo("analyze", model, *common)
-    else:
-        run = ikbo("transform", model, "-o", fast, *common)
+    first = ("analyze", model) if command == "analyze" else ("transform", model, "-o", fast)
+    run = ikbo(*first, *common)
     if command == "verify":
         run = ikbo("verify", model, fast, "--json", "--batch", "64", "--users", "5", "--mode", "eager", "--trials", "1")
     assert run.returncode == 0, run.stderr

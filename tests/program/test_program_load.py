@@ -258,4 +258,4 @@ def test_plain_python_process_prints_nothing(tmp_path):
         "except Exception as e: print(type(e))",
     )
     done = subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, check=True)
-    assert (done.stdout, done.stderr) == ("<class 'ikbo_cli.errors.TruncatedModel'>\n", "")
+    assert (done.stdout, done.stderr) == ("2\n", "")

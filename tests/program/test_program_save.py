@@ -45,6 +45,39 @@ def test_examples_are_left_out_of_the_file_alone(tmp_path):
     assert records(tmp_path / "out.pt2")["data/sample_inputs/model.pt"] == b""
 
 
+class Shared(torch.nn.Module):
+    """Tensors of all kinds of storage: tied, a view into a larger one, transposed, empty, of 16 bits."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = torch.nn.Linear(3, 3)
+        self.second = torch.nn.Linear(3, 3)
+        self.second.weight = self.first.weight
+        base = torch.arange(12.0)
+        self.register_buffer("tail", base[6:9])
+        self.register_buffer("head", base[:3])
+        self.register_buffer("turned", torch.arange(9.0).reshape(3, 3).t())
+        self.register_buffer("empty", torch.zeros(0, 3))
+        self.register_buffer("half", torch.ones(3, dtype=torch.bfloat16))
+
+    def forward(self, x):
+        x = self.second(self.first(x)) @ self.turned + self.tail * self.head + self.half
+        return torch.cat([x, self.empty])
+
+
+def test_every_kind_of_storage_is_written_as_torch_writes_it(tmp_path):
+    exported = torch.export.export(Shared(), (torch.randn(2, 3),))
+    ours, theirs = tmp_path / "a" / "m.pt2", tmp_path / "b" / "m.pt2"
+    ours.parent.mkdir()
+    theirs.parent.mkdir()
+    program.save(exported, ours, manifest={})
+    torch.export.save(exported, str(theirs))
+    found, expected = records(ours), records(theirs)
+    names = [name for name in expected if name.startswith(("data/weights/", "data/constants/"))]
+    assert len(names) > 5
+    assert {name: found[name] for name in names} == {name: expected[name] for name in names}
+
+
 def test_existing_file_is_kept(ranker, tmp_path):
     path = tmp_path / "out.pt2"
     path.write_bytes(b"mine")
