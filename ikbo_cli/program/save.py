@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import os
 import shutil
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.export import ExportedProgram
+from torch.export.pt2_archive import _package
 
 from ikbo_cli.errors import OutputExists, UsageError
 from ikbo_cli.program.archive import MANIFEST
@@ -43,9 +48,48 @@ def save(exported: ExportedProgram, path: str | Path, *, manifest: dict[str, Any
     folder = Path(tempfile.mkdtemp(prefix=f".{path.stem}.", suffix=".ikbo-tmp", dir=path.resolve().parent))
     try:
         temporary = folder / path.name
-        torch.export.save(stripped, str(temporary), extra_files={MANIFEST: json.dumps(manifest, indent=1)})
+        with _without_copies():
+            torch.export.save(stripped, str(temporary), extra_files={MANIFEST: json.dumps(manifest, indent=1)})
         with open(temporary, "rb") as file:
             os.fsync(file.fileno())
         os.replace(temporary, path)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+class _StorageBytes(bytes):
+    """Stands for the bytes of a storage until they are written."""
+
+    storage: torch.UntypedStorage
+
+
+@contextlib.contextmanager
+def _without_copies() -> Iterator[None]:
+    """Let torch write tensors from where they lie: it copies each twice first, which doubles a large table in memory.
+
+    Where torch does not have the two functions concerned, it saves in its own way.
+    """
+    if not hasattr(_package, "_get_raw_tensor_bytes"):
+        yield
+        return
+    raw_bytes, write_bytes = _package._get_raw_tensor_bytes, _package.PT2ArchiveWriter.write_bytes
+
+    def view(value: torch.Tensor) -> bytes:
+        if isinstance(value, FakeTensor) or not value.data_ptr():
+            return raw_bytes(value)
+        data = _StorageBytes()
+        data.storage = value.cpu().untyped_storage()
+        return data
+
+    def write(writer: _package.PT2ArchiveWriter, name: str, data: bytes) -> None:
+        if isinstance(data, _StorageBytes):
+            size = data.storage.nbytes()
+            writer.archive_file.write_record(name, data.storage, size)  # type: ignore[arg-type]  # as torch.save does
+        else:
+            write_bytes(writer, name, data)
+
+    with (
+        mock.patch.object(_package, "_get_raw_tensor_bytes", view),
+        mock.patch.object(_package.PT2ArchiveWriter, "write_bytes", write),
+    ):
+        yield

@@ -255,7 +255,7 @@ def test_plain_python_process_prints_nothing(tmp_path):
     lines = (
         "from ikbo_cli import program",
         f"try: program.load({str(path)!r})",
-        "except Exception as e: print(type(e))",
+        "except Exception as e: print(e.exit_code)",
     )
     done = subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, check=True)
     assert (done.stdout, done.stderr) == ("2\n", "")

@@ -58,10 +58,10 @@ class Shared(torch.nn.Module):
         self.register_buffer("head", base[:3])
         self.register_buffer("turned", torch.arange(9.0).reshape(3, 3).t())
         self.register_buffer("empty", torch.zeros(0, 3))
-        self.register_buffer("half", torch.ones(3, dtype=torch.bfloat16))
+        self.register_buffer("narrow", torch.ones(3, dtype=torch.bfloat16))
 
     def forward(self, x):
-        x = self.second(self.first(x)) @ self.turned + self.tail * self.head + self.half
+        x = self.second(self.first(x)) @ self.turned + self.tail * self.head + self.narrow
         return torch.cat([x, self.empty])
 
 
