@@ -37,9 +37,7 @@ class Draw:
     seeds draw from: on a device every structure costs a compilation, values and run-time sizes cost nothing.
     """
 
-    def __init__(
-        self, seed: int, dtype: torch.dtype, device: str = "cpu", variants: int | None = None
-    ) -> None:
+    def __init__(self, seed: int, dtype: torch.dtype, device: str = "cpu", variants: int | None = None) -> None:
         self.generator = torch.Generator().manual_seed(seed)
         self.structure = torch.Generator().manual_seed(1000 + (seed if variants is None else seed % variants))
         self.dtype = dtype
@@ -317,9 +315,7 @@ def _original_attention(
     bias = bias.masked_fill(~kept, float("-inf"))
     empty = (bias == float("-inf")).all(1)[index][:, None, None, None]
     q, k, v = q.transpose(1, 2), k[index].transpose(1, 2), v[index].transpose(1, 2)
-    out = functional.scaled_dot_product_attention(
-        q, k, v, attn_mask=bias[index][:, None, None, :], scale=scale
-    )
+    out = functional.scaled_dot_product_attention(q, k, v, attn_mask=bias[index][:, None, None, :], scale=scale)
     return out.transpose(1, 2).masked_fill(empty, float("nan") if nan_if_empty else 0.0)
 
 
@@ -340,22 +336,14 @@ def _launch_gather_add(a: dict[str, Any], out: tuple[Tensor, ...]) -> tuple[Tens
 def _launch_linear(a: dict[str, Any], out: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     user = user_part(a["x_user"], a["w_user"], a["addend"])
     config = LinearConfig(32, 32, 16, 4, 2, halves=a["x_cand"].shape[0] % 2)
-    return (
-        launch_linear(
-            a["x_cand"], a["w_cand"], a["index"], user, a["bias"], a["act"], config=config, out=out[0]
-        ),
-    )
+    return (launch_linear(a["x_cand"], a["w_cand"], a["index"], user, a["bias"], a["act"], config=config, out=out[0]),)
 
 
 def _launch_lce(a: dict[str, Any], out: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     config = LceConfig(128, 32, 16, 4, 2, halves=a["e_cand"].shape[0] % 2)
     user = launch_lce(a["e_user"], a["w_user"], None, None, None, "none", wide=True, config=config)
     user = user if a["addend"] is None else user + a["addend"]
-    return (
-        launch_lce(
-            a["e_cand"], a["w_cand"], a["index"], user, a["bias"], a["act"], config=config, out=out[0]
-        ),
-    )
+    return (launch_lce(a["e_cand"], a["w_cand"], a["index"], user, a["bias"], a["act"], config=config, out=out[0]),)
 
 
 def _launch_attention(a: dict[str, Any], out: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

@@ -75,9 +75,7 @@ def test_query_steps(steps: int) -> None:
     gate.check()
 
 
-def plain_attention(
-    batch: int, users: int, keys: int, steps: int = 1, seed: int = 0
-) -> dict[str, torch.Tensor]:
+def plain_attention(batch: int, users: int, keys: int, steps: int = 1, seed: int = 0) -> dict[str, torch.Tensor]:
     draw = Draw(seed, BF16, CUDA)
     return {
         "q": draw.normal(batch, steps, 2, 128),
@@ -252,8 +250,7 @@ def test_aot_inductor_package(op: str, tmp_path) -> None:
     batch, users = torch.export.Dim("batch"), torch.export.Dim("users")
     dims = {40: batch, 6: users}
     shapes = {
-        k: {0: dims[v.shape[0]]} if v.shape[0] in dims and not k.startswith("w") else None
-        for k, v in tensors.items()
+        k: {0: dims[v.shape[0]]} if v.shape[0] in dims and not k.startswith("w") else None for k, v in tensors.items()
     }
     program = torch.export.export(Model(), (tensors,), dynamic_shapes={"tensors": shapes})
     path = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "model.pt2"))

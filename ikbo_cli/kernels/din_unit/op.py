@@ -227,6 +227,8 @@ def din_unit_aten(
     wide = accumulate_dtype(q.dtype) if not q.is_cuda else q.dtype
     depth = q.shape[1]
     users, keys = k.shape[:2]
+    if isinstance(users, int) and users == 0:
+        return q.new_full(q.shape, float("nan"))
     weights = w1.to(accumulate_dtype(q.dtype))
     on_query, on_key, on_difference, on_product = (weights.narrow(1, i * depth, depth) for i in range(4))
     query = q.to(on_query.dtype)
@@ -247,7 +249,7 @@ def din_unit_aten(
         x = din_activation(x, act, params2)
     score = x @ w_out.to(wide)[0]
     score = (score if b_out is None else score + b_out.to(wide)) * scale
-    safe = index.long().clamp(0, max(users - 1, 0)) if q.is_cuda else index.long()
+    safe = index.long().clamp(0, users - 1) if q.is_cuda else index.long()
     if mask is not None and mask.dtype != torch.bool:
         score = score + gather_rows(mask.to(wide), safe)
         unmasked = mask != float("-inf")
@@ -265,7 +267,10 @@ def din_unit_aten(
     score = score.masked_fill(empty.index_select(0, safe)[:, None], 0.0).masked_fill(dropped, float("-inf"))
     out = torch.bmm(torch.softmax(score, 1)[:, None, :], row)[:, 0]
     fill = float("nan") if nan_if_empty else 0.0
-    return out.masked_fill(empty.index_select(0, safe)[:, None], fill).to(q.dtype)
+    out = out.masked_fill(empty.index_select(0, safe)[:, None], fill)
+    if q.is_cuda:
+        out = out.masked_fill(((index < 0) | (index >= users))[:, None], float("nan"))
+    return out.to(q.dtype)
 
 
 register_recompute(_din_unit, din_unit_aten)

@@ -152,6 +152,6 @@ def launch_dot_interaction(
         FU=user_fields, FC=cand_fields, BLOCK_F=power_of_two(user_fields + cand_fields),
         BLOCK_U=power_of_two(user_fields), BLOCK_C=power_of_two(cand_fields),
         BLOCK_D=min(config.block_d, power_of_two(depth)), BLOCK_T=64,
-        PRECISION=dot_precision(x_cand.dtype), num_warps=config.num_warps,
+        PRECISION=dot_precision(x_cand.dtype), num_warps=config.num_warps, num_stages=1,
     )  # fmt: skip
     return uu, mixed

@@ -15,11 +15,11 @@ class GroupConfig:
     width: int = 32
 
 
-RANK = GroupConfig(block=16, chunk=1024, num_warps=8)
+RANK = GroupConfig(block=16, chunk=512, num_warps=4)
 """One launch, every candidate against every other."""
 
-MERGE = GroupConfig(block=32, chunk=512, num_warps=4)
-"""Two launches: chunks of 512 sorted, then merged by binary search."""
+MERGE = GroupConfig(block=16, chunk=256, num_warps=4)
+"""Two launches: sorted chunks, then merged by binary search."""
 
 RANK_LIMIT = 4096
 """Candidates (and users) up to which the one-launch form is used."""

@@ -37,9 +37,11 @@ def group_rank_kernel(
     slots = tl.where(is_row, pid, pid - row_programs) * BLOCK + tl.arange(0, BLOCK)
     place = tl.where(is_row, _user_keys(index_ptr, slots, stride, B, U) * B + slots, slots * B)
     before = tl.zeros([BLOCK, CHUNK], tl.int32)  # summed over the chunk once, at the end
+    column = tl.arange(0, CHUNK)
+    following = _user_keys(index_ptr, column, stride, B, U)
     for start in range(0, B, CHUNK):
-        columns = start + tl.arange(0, CHUNK)
-        others = _user_keys(index_ptr, columns, stride, B, U) * B + columns
+        others = following * B + start + column
+        following = _user_keys(index_ptr, start + CHUNK + column, stride, B, U)  # in flight meanwhile
         before += (others[None, :] < place[:, None]).to(tl.int32)
     rank = tl.sum(before, 1)
     if is_row:

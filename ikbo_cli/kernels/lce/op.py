@@ -15,10 +15,10 @@ from ikbo_cli.kernels.lce.configs import LceConfig, last_rows, lce_config
 from ikbo_cli.kernels.shared.activation import activation_code, apply_activation
 from ikbo_cli.kernels.shared.autograd import register_recompute
 from ikbo_cli.kernels.shared.checks import FLOATS, check_index, has_dtype, has_rank, same_size
-from ikbo_cli.kernels.shared.device import capability, cdiv, dot_precision
+from ikbo_cli.kernels.shared.device import capability, cdiv, dot_precision, packaging
 from ikbo_cli.kernels.shared.forms import parse_form
 from ikbo_cli.kernels.shared.gemm import aligned_rows, unit_of, wide_matmul
-from ikbo_cli.kernels.shared.rows import accumulate_dtype
+from ikbo_cli.kernels.shared.rows import accumulate_dtype, is_eager
 
 _OP = "broadcast_lce"
 
@@ -116,21 +116,71 @@ def _lce(
     form: str,
 ) -> Tensor:
     _check(e_cand, w_cand, index, e_user, w_user, addend, bias, act)
-    level, config = parse_form(form, LceConfig)
+    level, _ = parse_form(form, LceConfig)
     if level == "auto" and e_cand.dtype == torch.float32:
         level = "aten"  # exact float32 products have no tensor cores: the library's are faster
     if not e_cand.is_cuda or e_cand.dtype == torch.float64 or level == "aten":
         return lce_aten(e_cand, w_cand, index, e_user, w_user, addend, bias, act, level).contiguous()
     user = None
     if e_user is not None and w_user is not None:
-        user = launch_lce(e_user, w_user, None, None, None, "none", wide=True, wrap=wrap_triton)
+        user = _stage(e_user, w_user, None, None, None, "none", True, "triton")
     user = addend if user is None else user if addend is None else user + addend
     if level == "aten16":
         part = torch.bmm(aligned_rows(w_cand).expand(e_cand.shape[0], -1, -1), e_cand)
         if user is None or bias is not None or torch.compiler.is_compiling():
             return _finish(part, user, index, bias, act, e_cand.dtype).contiguous()
         return launch_gather_add(part, user, index, None, act, wrap=wrap_triton)
-    return launch_lce(e_cand, w_cand, index, user, bias, act, config=config, wrap=wrap_triton)
+    return _stage(e_cand, w_cand, index, user, bias, act, False, form)
+
+
+def _stage(
+    e_cand: Tensor,
+    w_cand: Tensor,
+    index: Tensor | None,
+    user: Tensor | None,
+    bias: Tensor | None,
+    act: str,
+    wide: bool,
+    form: str,
+) -> Tensor:
+    """One stage by the launch that fits: direct, opaque under a tracer, or traced for a package."""
+    if not is_eager(e_cand) and not packaging():
+        # descriptors cannot be traced
+        return torch.ops.ikbo.lce_launch(e_cand, w_cand, index, user, bias, act, wide, form)  # type: ignore[no-any-return]
+    _, config = parse_form(form, LceConfig)
+    wrap = None if is_eager(e_cand) else wrap_triton
+    return launch_lce(e_cand, w_cand, index, user, bias, act, wide=wide, config=config, wrap=wrap)
+
+
+@torch.library.custom_op("ikbo::lce_launch", mutates_args=())
+def _launch_operator(
+    e_cand: Tensor,
+    w_cand: Tensor,
+    index: Tensor | None,
+    user: Tensor | None,
+    bias: Tensor | None,
+    act: str,
+    wide: bool,
+    form: str,
+) -> Tensor:
+    return _stage(e_cand, w_cand, index, user, bias, act, wide, form)
+
+
+def _fake_launch(
+    e_cand: Tensor,
+    w_cand: Tensor,
+    index: Tensor | None,
+    user: Tensor | None,
+    bias: Tensor | None,
+    act: str,
+    wide: bool,
+    form: str,
+) -> Tensor:
+    shape = (e_cand.shape[0], w_cand.shape[0], e_cand.shape[2])
+    return e_cand.new_empty(shape, dtype=torch.float32 if wide else e_cand.dtype)
+
+
+_launch_operator.register_fake(_fake_launch)
 
 
 def _fake(
@@ -198,7 +248,7 @@ def launch_lce(
     wide: bool = False,
     config: LceConfig | None = None,
     out: Tensor | None = None,
-    wrap: Callable[[Any], Any] = lambda kernel: kernel,
+    wrap: Callable[[Any], Any] | None = None,
 ) -> Tensor:
     """Launch the Triton form of one stage.
 
@@ -212,7 +262,7 @@ def launch_lce(
         wide: Whether the result is float32 (a user part), not the dtype of `e_cand`.
         config: Tile; by size and device when None.
         out: `[B, M, N]`, contiguous, written; allocated when None.
-        wrap: `torch.library.wrap_triton` inside an operator.
+        wrap: `torch.library.wrap_triton` under a tracer, which rules out descriptors.
     """
     from ikbo_cli.kernels.lce import kernel
 
@@ -222,14 +272,20 @@ def launch_lce(
     out = e_cand.new_empty((batch, rows, columns), dtype=dtype) if out is None else out
     if e_cand.dtype.itemsize == 2:
         w_cand = aligned_rows(w_cand)
-    config = config or lce_config(e_cand.dtype, rows, columns, capability(e_cand))
+    config = config or lce_config(e_cand.dtype, rows, columns, capability(e_cand), small=wide)
     k_unit = unit_of(depth, e_cand.dtype)
     n_unit = unit_of(columns, e_cand.dtype)
     w_unit = unit_of(w_cand.stride(0), e_cand.dtype)
     e_unit = unit_of(e_cand.stride(1), e_cand.dtype)
     tiles = cdiv(rows, config.block_m) * cdiv(columns, config.block_n)
-    wrap(kernel.broadcast_lce_kernel)[(batch * tiles,)](
-        w_cand, e_cand, e_cand if user is None else user, e_cand if bias is None else bias,
+    last = last_rows(config, rows)
+    w, w_last, e = w_cand, w_cand, e_cand
+    tma = config.tma == 1 and wrap is None and _addressable(w_cand, e_cand)
+    if tma:
+        w, w_last, e = _descriptors(w_cand, e_cand, config, last)
+    launch = wrap or (lambda kernel: kernel)
+    launch(kernel.broadcast_lce_kernel)[(batch * tiles,)](
+        w, w_last, e, e_cand if user is None else user, e_cand if bias is None else bias,
         e_cand if index is None else index, out,
         0 if user is None else user.shape[0], rows, columns // n_unit, depth // k_unit,
         w_cand.stride(0) // w_unit, w_cand.stride(1),
@@ -238,8 +294,30 @@ def launch_lce(
         0 if bias is None else bias.stride(0), 0 if index is None else index.stride(0),
         N_UNIT=n_unit, K_UNIT=k_unit, W_UNIT=w_unit, E_UNIT=e_unit, EVEN_N=columns % config.block_n == 0,
         ACT=activation_code(act), HAS_ADDEND=user is not None, HAS_BIAS=bias is not None,
-        BLOCK_M=config.block_m, LAST_M=last_rows(config, rows), BLOCK_N=config.block_n,
-        BLOCK_K=config.block_k, HALVES=bool(config.halves), PRECISION=dot_precision(e_cand.dtype),
+        BLOCK_M=config.block_m, LAST_M=last, BLOCK_N=config.block_n,
+        BLOCK_K=config.block_k, HALVES=bool(config.halves), PRECISION=dot_precision(e_cand.dtype), TMA=tma,
         num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip
     return out
+
+
+def _addressable(w_cand: Tensor, e_cand: Tensor) -> bool:
+    """Whether both operands have the alignment that descriptors need."""
+    unit = 16 // e_cand.dtype.itemsize
+    return (
+        w_cand.stride(1) == 1
+        and e_cand.stride(2) == 1
+        and all(t.data_ptr() % 16 == 0 and t.numel() > 0 for t in (w_cand, e_cand))
+        and all(s % unit == 0 for s in (w_cand.stride(0), e_cand.stride(0), e_cand.stride(1)))
+    )
+
+
+def _descriptors(w_cand: Tensor, e_cand: Tensor, config: LceConfig, last: int) -> tuple[Any, Any, Any]:
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    shape, strides = list(w_cand.shape), list(w_cand.stride())
+    w, w_last = (
+        TensorDescriptor(w_cand, shape, strides, [height, config.block_k]) for height in (config.block_m, last)
+    )
+    block = [1, config.block_k, config.block_n]
+    return w, w_last, TensorDescriptor(e_cand, list(e_cand.shape), list(e_cand.stride()), block)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ikbo_cli.kernels.shared.rows import gather_rows, is_eager, size_hint
 
@@ -81,6 +82,11 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float) 
     """`[G, R, H, D]` against `[G, L, H, D]`, mask `[G, L]`."""
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
     full = None if bias is None else bias[:, None, None, :].expand(q.shape[0], 1, q.shape[2], k.shape[2])
+    if q.is_cuda and torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v)):
+        # the fused backward passes add with float atomics
+        with sdpa_kernel(SDPBackend.MATH):
+            out = functional.scaled_dot_product_attention(q, k, v, attn_mask=full, scale=scale)
+        return out.transpose(1, 2)
     return functional.scaled_dot_product_attention(q, k, v, attn_mask=full, scale=scale).transpose(1, 2)
 
 

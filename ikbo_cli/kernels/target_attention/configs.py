@@ -18,7 +18,7 @@ class AttentionConfig:
         num_stages: Blocks of keys in flight.
         span: Keys a part at least; 0: all keys in one part.
         tma: 1: keys and values through the tensor memory accelerator where their layout allows it.
-        max_registers: Registers a thread at most, so that two programs share a multiprocessor; 0: no limit.
+        programs: Programs a multiprocessor, each taking every n-th tile; 0: a program for each tile.
     """
 
     block_m: int
@@ -27,7 +27,7 @@ class AttentionConfig:
     num_stages: int
     span: int = 0
     tma: int = 0
-    max_registers: int = 0
+    programs: int = 0
 
 
 def attention_config(dtype: torch.dtype, head: int, steps: int, capability: int) -> AttentionConfig:
