@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch._export.serde.schema import SCHEMA_VERSION
+from torch.export.pt2_archive.constants import ARCHIVE_VERSION_PATH, ARCHIVE_VERSION_VALUE
 
 from ikbo_cli.errors import CorruptModel, ForeignModel, IkboError, ModelNotFound, NewerModel, TruncatedModel
 from ikbo_cli.program import safety
@@ -143,10 +145,11 @@ def _inspect_records(path: Path, archive: zipfile.ZipFile, *, trust: bool) -> No
     def read(name: str) -> bytes:
         return archive.read(f"{root}/{name}")
 
-    version = read("archive_version").decode() if "archive_version" in names else "0"
-    if version != "0":
+    version = read(ARCHIVE_VERSION_PATH).decode()
+    if version != ARCHIVE_VERSION_VALUE:
         raise NewerModel(
-            f"{path} has archive version {version[:20]}, the installed torch {torch.__version__} knows 0",
+            f"{path} has archive version {version[:20]}, the installed torch {torch.__version__} knows "
+            f"{ARCHIVE_VERSION_VALUE}",
             hint="install the torch that wrote it, or export the model again with this one",
         )
     for document in _programs(names, read):
@@ -205,8 +208,6 @@ def read_manifest(path: str | Path) -> dict[str, Any] | None:
 
 
 def _check_version(path: Path, document: dict[str, Any]) -> None:
-    from torch._export.serde.schema import SCHEMA_VERSION
-
     major = document["schema_version"]["major"]
     if major > SCHEMA_VERSION[0]:
         raise NewerModel(

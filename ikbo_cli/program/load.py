@@ -19,8 +19,6 @@ from torch.export.graph_signature import InputKind
 from ikbo_cli.errors import CorruptModel, ForeignModel, IkboError, MissingOperator
 from ikbo_cli.program import archive, safety
 
-_LOGGERS = ("torch.export", "torch.export.pt2_archive._package", "torch._export.serde.serialize")
-
 
 @dataclasses.dataclass(frozen=True)
 class ProgramInput:
@@ -51,8 +49,18 @@ class Program:
     manifest: dict[str, Any] | None
 
     def module(self) -> fx.GraphModule:
-        """The program as a module with its parameters inside; no guard code of the file is executed."""
-        return unlifted(self.exported)
+        """The program as a module with its parameters inside; no guard code of the file is executed.
+
+        Raises:
+            CorruptModel: torch cannot build it, because the file contradicts itself.
+        """
+        try:
+            return unlifted(self.exported)
+        except Exception as error:  # torch raises whatever its many layers raise
+            raise CorruptModel(
+                f"{self.path}: torch {torch.__version__} cannot build the program: {_last_line(error)}",
+                hint=archive.AGAIN,
+            ) from error
 
     @property
     def inputs(self) -> tuple[ProgramInput, ...]:
@@ -112,20 +120,20 @@ def _explained(path: Path, error: Exception) -> IkboError:
                 hint=f"load it with the torch that wrote it ({document.get('torch_version', 'older')}), or "
                 + archive.RECIPE,
             )
+    return CorruptModel(f"{path}: torch {torch.__version__} cannot load it: {_last_line(error)}", hint=archive.AGAIN)
+
+
+def _last_line(error: Exception) -> str:
     lines = str(error.__cause__ or error).strip().splitlines()
-    reason = lines[-1] if lines else type(error).__name__
-    return CorruptModel(f"{path}: torch {torch.__version__} cannot load it: {reason[:200]}", hint=archive.AGAIN)
+    return lines[-1][:200] if lines else type(error).__name__
 
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep torch from printing the traceback of a failed load, or a remark about the file's suffix."""
-    loggers = [logging.getLogger(name) for name in _LOGGERS]
-    levels = [logger.level for logger in loggers]
+    """Keep torch from printing the traceback of a load that fails, or a remark about the file's suffix."""
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
     try:
-        for logger in loggers:
-            logger.setLevel(logging.CRITICAL)
         yield
     finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
+        logging.disable(before)

@@ -105,7 +105,8 @@ def check_pickles(path: object, names: list[str], read: Callable[[str], bytes]) 
         if name.startswith("data/sample_inputs/"):
             if not loads_weights_only(read(name)):
                 raise UnsafeModel(
-                    f"{path}: its example inputs are a pickle that torch would execute ({name})", hint=TRUST
+                    f"{path}: its example inputs are a pickle that torch would execute ({name})",
+                    hint=f"{TRUST}; or save it again without them: exported.example_inputs = None",
                 )
         elif name.startswith(("data/weights/", "data/constants/")) and name.endswith(".pt"):
             if not loads_weights_only(read(name)):
@@ -169,7 +170,7 @@ def _is_arithmetic(node: ast.AST) -> bool:
         case ast.Name(id=name):
             return name in _SIZE_CONSTANTS or _SYMBOL.fullmatch(name) is not None
         case ast.Call(func=ast.Name(id=("Symbol" | "Float") as name), args=[ast.Constant(value=str(first))]):
-            pattern = _SYMBOL if name == "Symbol" else _DIGITS
+            pattern = _SYMBOL_NAME if name == "Symbol" else _DIGITS
             return pattern.fullmatch(first) is not None and all(_is_arithmetic(k.value) for k in node.keywords)
         case ast.Call(func=ast.Name(id=name), args=args, keywords=keywords):
             values = [*args, *(keyword.value for keyword in keywords)]
@@ -182,6 +183,7 @@ def _is_arithmetic(node: ast.AST) -> bool:
 
 
 _SYMBOL = re.compile(r"[a-z]{1,5}\d+")  # s27, u0, zf1: what torch calls its sizes
+_SYMBOL_NAME = re.compile(r"_?[A-Za-z]\w*")  # files of other versions may use others
 _DIGITS = re.compile(r"[-+0-9.eE]+|inf|-inf|nan")
 
 

@@ -195,6 +195,15 @@ def test_missing_weights_are_corrupt_and_quiet(ranker_file, tmp_path, capfd):
     assert "Traceback" not in "".join(capfd.readouterr())
 
 
+def test_program_that_contradicts_itself(ranker_file, tmp_path):
+    def change(document):
+        document["graph_module"]["module_call_graph"].pop(0)
+
+    loaded = program.load(with_program(ranker_file, tmp_path / "odd.pt2", change))
+    with pytest.raises(CorruptModel, match="cannot build"):
+        loaded.module()
+
+
 def test_records_that_are_no_json(ranker_file, tmp_path):
     for name, content in [
         ("models/model.json", b"{"),
