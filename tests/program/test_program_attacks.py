@@ -12,6 +12,7 @@ import zipfile
 import pytest
 import torch
 from program_files import export_ranker, records, with_program, with_records, write_records
+from torch.export.pt2_archive import constants
 
 from ikbo_cli import program
 from ikbo_cli.errors import CorruptModel, ForeignModel, IkboError, UnsafeModel
@@ -216,6 +217,8 @@ def test_pickle_that_torch_would_execute_is_refused(attack, ranker_file, tmp_pat
 
 @pytest.mark.parametrize("attack", [pickled_example_inputs, legacy_weights, pickled_weight, opaque_constant])
 def test_the_pickles_are_real(attack, ranker_file, tmp_path):
+    if attack is opaque_constant and not hasattr(constants, "OPAQUE_OBJ_FILENAME_PREFIX"):
+        pytest.skip("this torch knows no opaque constants")
     path = with_records(ranker_file, tmp_path / "evil.pt2", attack(records(ranker_file)))
     with contextlib.suppress(IkboError):
         program.load(path, trust=True)
