@@ -10,7 +10,7 @@ demo: $(STAMP)
 	$(BIN)/ikbo demo
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -q
+	$(BIN)/python -m pytest -q -n 2
 
 lint: $(STAMP)
 	$(BIN)/ruff format --check .
