@@ -4,13 +4,17 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test lint readme clean
+.PHONY: demo test test-models lint readme clean
 
 demo: $(STAMP)
 	$(BIN)/ikbo demo
 
 test: $(STAMP)
 	$(BIN)/python -m pytest -q -n 2
+
+test-models: $(STAMP)
+	$(BIN)/python -m pip install -q --no-deps -r requirements/models.txt
+	$(BIN)/python -m pytest -q tests/models
 
 lint: $(STAMP)
 	$(BIN)/ruff format --check .

@@ -364,3 +364,21 @@ def _einsum_linear(ctx: Context, left: str, right: str, out: str, x: Value, y: V
 
 def _axis(argument: Any) -> int:
     return int(argument)
+
+
+@rule(aten.tensordot.default)
+def tensordot(
+    ctx: Context, a: Value, b: Value, dims_self: Sequence[int], dims_other: Sequence[int], *args: Any, **kwargs: Any
+) -> Any:
+    """Free axes of the first operand come first in the result; a parameter as the second keeps its rows."""
+    ndim = len(a.shape)
+    contracted = [d % ndim for d in dims_self]
+    if isinstance(b, Full) and isinstance(a, (Broadcast, Concat)) and a.dim not in contracted:
+        dim = a.dim - sum(d < a.dim for d in contracted)
+        if isinstance(a, Concat):
+            parts = [ctx.apply(ctx.op, part, b, dims_self, dims_other, *args, **kwargs) for part in a.parts]
+            return join(parts, dim)
+        return a.with_node(ctx.call(ctx.op, a.node, b, dims_self, dims_other, *args, **kwargs), dim=dim)
+    if contracted == [ndim - 1] and [d % len(b.shape) for d in dims_other] == [0] and len(b.shape) == 2:
+        return ctx.apply(aten.matmul.default, a, b)
+    return ctx.materialized(a, b, dims_self, dims_other, *args, **kwargs)
