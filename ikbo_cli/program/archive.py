@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import struct
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator
@@ -28,7 +29,7 @@ _UNREADABLE = (
     zipfile.BadZipFile, zlib.error, LookupError, EOFError, OSError, TypeError, AttributeError, RuntimeError, ValueError,
     OverflowError, MemoryError,
 )  # fmt: skip
-_BULK = ("data/weights/weight_", "data/constants/tensor_")
+_LOCAL_HEADER = 30  # bytes before the name of a record; the last four are the lengths of the name and of what follows
 _FOREIGN = {
     "aoti": "an AOTInductor package: compiled code, from which the program cannot be recovered",
     "torchscript": "a TorchScript file",
@@ -140,10 +141,9 @@ def _inspect_records(path: Path, archive: zipfile.ZipFile, *, trust: bool) -> No
     if broken is not None:
         raise CorruptModel(f"{path}: the checksum of {broken!r} is wrong", hint=AGAIN)
     root = archive.namelist()[0].partition("/")[0]
-    names = _same_records(path, archive, root)
-
-    def read(name: str) -> bytes:
-        return archive.read(f"{root}/{name}")
+    reader = torch._C.PyTorchFileReader(str(path))
+    names = _same_records(path, archive, reader, root)
+    read = reader.get_record  # what is checked is what torch will see, whatever Python finds under that name
 
     version = read(ARCHIVE_VERSION_PATH).decode()
     if version != ARCHIVE_VERSION_VALUE:
@@ -160,7 +160,7 @@ def _inspect_records(path: Path, archive: zipfile.ZipFile, *, trust: bool) -> No
         safety.check_pickles(path, names, read)
 
 
-def _same_records(path: Path, archive: zipfile.ZipFile, root: str) -> list[str]:
+def _same_records(path: Path, archive: zipfile.ZipFile, reader: Any, root: str) -> list[str]:
     """Names of the records without their root folder, after making sure that torch reads the same archive.
 
     Python and torch look for the table of contents in different ways: a file can be made to show each another one.
@@ -171,13 +171,15 @@ def _same_records(path: Path, archive: zipfile.ZipFile, root: str) -> list[str]:
         if folder != root or not record:
             raise CorruptModel(f"{path}: the record {name!r} is outside the folder {root!r}", hint=AGAIN)
         names.append(record)
-    reader = torch._C.PyTorchFileReader(str(path))
-    seen = reader.get_all_records()
-    if len({name.lower() for name in names}) != len(names) or sorted(seen) != sorted(names):
+    if len({name.lower() for name in names}) != len(names) or sorted(reader.get_all_records()) != sorted(names):
         raise CorruptModel(f"{path}: its table of contents is ambiguous", hint=AGAIN)
-    for name in names:
-        if not name.startswith(_BULK) and reader.get_record(name) != archive.read(f"{root}/{name}"):
-            raise CorruptModel(f"{path}: its table of contents is ambiguous at {name!r}", hint=AGAIN)
+    with open(path, "rb") as file:
+        for info, record in zip(archive.infolist(), names, strict=True):
+            file.seek(info.header_offset)
+            header = file.read(_LOCAL_HEADER)
+            start = info.header_offset + len(header) + sum(struct.unpack("<HH", header[-4:]))
+            if reader.get_record_offset(record) != start:
+                raise CorruptModel(f"{path}: its table of contents is ambiguous at {record!r}", hint=AGAIN)
     return names
 
 

@@ -50,7 +50,7 @@ _PURE_OPERATORS = {
 }  # fmt: skip
 _FUNCTION = re.compile(r"math\.[a-z][a-z0-9]*|torch\._?sym_\w+|torch\._functorch\.predispatch\.\w+|#\w+")
 _OPERATOR = re.compile(r"torch\.ops\.([A-Za-z_]\w*)\.([A-Za-z_]\w*)(?:\.([A-Za-z_]\w*))?")
-_TOUCHES_FILES = {"aten.from_file", "aten.save"}  # operators that are no arithmetic: they open files
+_TOUCHES_FILES = {"aten.from_file", "aten.save", "debugprims.load_tensor"}  # no arithmetic: they open files
 
 _NAME = re.compile(r"\w*")
 _PATH = re.compile(r"""[^"'\\\x00-\x1f]*""")  # module paths end up inside quotes in generated source

@@ -236,18 +236,63 @@ def test_old_layout_is_never_unpickled(tmp_path):
     assert not fired()
 
 
-def test_two_tables_of_contents(ranker_file, tmp_path):
-    """An archive that shows Python one table of contents and torch another one is refused."""
-    benign, evil = tmp_path / "benign.pt2", tmp_path / "evil.pt2"
-    write_records(benign, records(ranker_file))
-    with_program(ranker_file, evil, in_expression(FIRE))
-    first, second = evil.read_bytes(), benign.read_bytes()
+def two_tables(path, shown_to_torch, shown_to_python):
+    """An archive whose table of contents depends on who looks: Python takes the one before the end record, torch the
+    one at the offset that this record names. Both archives must have the same layout."""
+    for name, contents in (("torch", shown_to_torch), ("python", shown_to_python)):
+        write_records(path.with_name(name), contents)
+    first, second = path.with_name("torch").read_bytes(), path.with_name("python").read_bytes()
     end_first, end_second = first.rindex(b"PK\x05\x06"), second.rindex(b"PK\x05\x06")
     start_first = struct.unpack("<I", first[end_first + 16 : end_first + 20])[0]
-    # Python finds the table before its end record, torch at the offset that the record names.
-    path = tmp_path / "both.pt2"
     path.write_bytes(first[:end_first] + second[: end_second + 16] + struct.pack("<I", start_first) + b"\0\0")
-    with pytest.raises((CorruptModel, UnsafeModel)):
+    return path
+
+
+def pickles_of_one_length():
+    """A harmless file of torch.save and an evil one of the same length."""
+
+    def saved(value):
+        buffer = io.BytesIO()
+        torch.save(value, buffer, _use_new_zipfile_serialization=False)
+        return buffer.getvalue()
+
+    benign = saved(torch.zeros(8, 4))
+    return benign, next(e for n in range(len(benign)) if len(e := saved([Payload(), "x" * n])) == len(benign))
+
+
+def torch_sees_an_expression(files):
+    evil = json.loads(files["models/model.json"])
+    in_expression(FIRE)(evil)
+    evil, benign = json.dumps(evil).encode(), files["models/model.json"]
+    length = max(len(evil), len(benign))
+    return {"models/model.json": evil.ljust(length)}, {"models/model.json": benign.ljust(length)}
+
+
+def torch_sees_a_pickled_weight(files):
+    benign, evil = pickles_of_one_length()
+    config = changed_config(files, "weights", benign, "weight_99", use_pickle=True)
+    return {**config, "data/weights/weight_99": evil}, config
+
+
+def torch_sees_a_pickle_named_like_a_weight(files):
+    """The program `weight_0` has its weights in `data/weights/weight_0.pt`."""
+    benign, evil = pickles_of_one_length()
+    renamed = {
+        "models/weight_0.json": files["models/model.json"],
+        "data/sample_inputs/weight_0.pt": b"",
+        "data/constants/weight_0_constants_config.json": files["data/constants/model_constants_config.json"],
+    }
+    return {**renamed, "data/weights/weight_0.pt": evil}, {**renamed, "data/weights/weight_0.pt": benign}
+
+
+@pytest.mark.parametrize(
+    "attack", [torch_sees_an_expression, torch_sees_a_pickled_weight, torch_sees_a_pickle_named_like_a_weight]
+)
+def test_two_tables_of_contents(attack, ranker_file, tmp_path):
+    files = records(ranker_file)
+    seen_by_torch, seen_by_python = attack(files)
+    path = two_tables(tmp_path / "both.pt2", {**files, **seen_by_torch}, {**files, **seen_by_python})
+    with pytest.raises(CorruptModel, match="ambiguous"):
         program.load(path)
     assert not fired()
 

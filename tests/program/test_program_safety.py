@@ -151,6 +151,7 @@ def test_is_plain_guard(text, harmless):
         ("torch.sym_max", True),
         ("math.trunc", True),
         ("torch.ops.aten.from_file.default", False),
+        ("torch.ops.debugprims.load_tensor.default", False),
         ("torch.ops.load_library", False),
         ("torch.ops.aten.linear.__init__", False),
         ("torch.ops.aten.__class__", False),
