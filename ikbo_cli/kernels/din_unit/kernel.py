@@ -174,6 +174,7 @@ def din_unit_kernel(
     powers of two that cover `H1` and `H2` with little padding.
     """
     candidate = tl.program_id(0).to(tl.int64)
+    scale = tl.full([], scale, tl.float32)  # a compiler may pass it as float64
     column = tl.arange(0, BLOCK_D)
     in_depth = column < D
     user = tl.load(index_ptr + candidate * index_stride).to(tl.int64)

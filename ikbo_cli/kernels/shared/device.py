@@ -16,13 +16,6 @@ def capability(tensor: Tensor) -> int:
     return 10 * major + minor
 
 
-def multiprocessors(tensor: Tensor) -> int:
-    """Multiprocessors of a CUDA tensor's device; 1 on the CPU."""
-    if not tensor.is_cuda:
-        return 1
-    return torch.cuda.get_device_properties(tensor.device).multi_processor_count
-
-
 def packaging() -> bool:
     """Whether a program is being compiled ahead of time, into a package that runs without Python."""
     virtualized = sys.modules.get("torch._inductor.virtualized")

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from ikbo_cli.kernels.shared.device import packaging
 from ikbo_cli.kernels.shared.rows import accumulate_dtype
 
 
@@ -22,7 +23,7 @@ def wide_matmul(a: Tensor, b: Tensor) -> Tensor:
     if a.dtype == wide:
         return a @ b
     differentiated = torch.is_grad_enabled() and (a.requires_grad or b.requires_grad)
-    if a.is_cuda and not differentiated:
+    if a.is_cuda and not differentiated and not packaging():  # a package cannot call mm with an output dtype
         product = torch.bmm if a.ndim == 3 else torch.mm
         return product(a, b, out_dtype=wide)
     return a.to(wide) @ b.to(wide)

@@ -117,141 +117,8 @@ def _step(
     return acc, new_top, total
 
 
-@triton.jit
-def _find_tile(order_ptr, offsets_ptr, tile, B, U, S, BLOCK_M: tl.constexpr, SCAN: tl.constexpr):
-    """User of a tile, its first row within the user's rows, how many rows the user has, and its candidates.
-
-    The candidates `[BLOCK_M]` come as loaded, so that a program that asks ahead of need does not wait for them.
-    """
-    user = _user_of_tile(offsets_ptr, tile, U, S, BLOCK_M, SCAN)
-    first = tl.load(offsets_ptr + user)
-    last = tl.load(offsets_ptr + user + 1, mask=user < U, other=B)
-    row0 = (tile - _first_tile(first, user, S, BLOCK_M)) * BLOCK_M
-    count = (last - first) * S
-    rows = row0 + tl.arange(0, BLOCK_M)
-    candidates = tl.load(order_ptr + first + rows // S, mask=rows < count, other=0)
-    return user, row0, count, candidates
-
-
-@triton.jit
-def _queries(
-    q_ptr,
-    candidates,
-    row0,
-    count,
-    head,
-    S,
-    q_stride_b,
-    q_stride_s,
-    q_stride_h,
-    q_stride_d,
-    D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-):
-    """Query rows `[BLOCK_M, BLOCK_D]` of a tile."""
-    rows = row0 + tl.arange(0, BLOCK_M)
-    columns = tl.arange(0, BLOCK_D)
-    at = candidates.to(tl.int64) * q_stride_b + rows % S * q_stride_s + head * q_stride_h
-    inside = (rows < count)[:, None] & (columns < D)[None, :]
-    return tl.load(q_ptr + at[:, None] + columns[None, :] * q_stride_d, mask=inside, other=0.0)
-
-
-@triton.jit
-def _attend_tile(
-    q,
-    k_ptr,
-    v_ptr,
-    mask_ptr,
-    lengths_ptr,
-    out_ptr,
-    lse_ptr,
-    user,
-    row0,
-    count,
-    candidates,
-    head,
-    part,
-    B,
-    U,
-    L,
-    S,
-    H,
-    span,
-    k_stride_u,
-    k_stride_l,
-    k_stride_h,
-    k_stride_d,
-    v_stride_u,
-    v_stride_l,
-    v_stride_h,
-    v_stride_d,
-    mask_stride_u,
-    mask_stride_l,
-    scale_log2,
-    D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    SPLIT: tl.constexpr,
-    HAS_LENGTHS: tl.constexpr,
-    MASK: tl.constexpr,
-    NAN_IF_EMPTY: tl.constexpr,
-    PRECISION: tl.constexpr,
-    TMA: tl.constexpr,
-):
-    """Queries of a tile against one part of their user's keys, and the store."""
-    end = L
-    if HAS_LENGTHS:
-        end = tl.minimum(L, tl.load(lengths_ptr + user, mask=user < U, other=0).to(tl.int32))
-    start = part * span
-    end = tl.where((user < U) & (row0 < count), tl.minimum(end, start + span), start)
-    wide_user = user.to(tl.int64)
-    if not TMA:
-        k_ptr += wide_user * k_stride_u + head * k_stride_h
-        v_ptr += wide_user * v_stride_u + head * v_stride_h
-    if MASK != 0:
-        mask_ptr += wide_user * mask_stride_u
-
-    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    top = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
-    whole = start + tl.maximum(end - start, 0) // BLOCK_N * BLOCK_N
-    for at in range(start, whole, BLOCK_N):
-        acc, top, total = _step(
-            q, k_ptr, v_ptr, mask_ptr, acc, top, total, at, end, user * L, head * k_stride_h, head * v_stride_h,
-            k_stride_l, k_stride_d, v_stride_l, v_stride_d, mask_stride_l, scale_log2,
-            D, BLOCK_D, BLOCK_N, False, MASK, PRECISION, TMA,
-        )  # fmt: skip
-    if whole < end:
-        acc, top, total = _step(
-            q, k_ptr, v_ptr, mask_ptr, acc, top, total, whole, end, user * L, head * k_stride_h, head * v_stride_h,
-            k_stride_l, k_stride_d, v_stride_l, v_stride_d, mask_stride_l, scale_log2,
-            D, BLOCK_D, BLOCK_N, True, MASK, PRECISION, TMA,
-        )  # fmt: skip
-
-    columns = tl.arange(0, BLOCK_D)
-    rows = row0 + tl.arange(0, BLOCK_M)
-    is_row = rows < count
-    slot = (part.to(tl.int64) * B + candidates) * S + rows % S
-    slot = slot * H + head  # row of [parts, B, S, H]
-    empty = top == float("-inf")
-    divisor = tl.where(empty, 1.0, total)
-    result = acc * (1.0 / divisor)[:, None]
-    lse = top + tl.log2(divisor)
-    bad = (top != top) | (user == U)  # candidates without a valid user
-    if NAN_IF_EMPTY and not SPLIT:
-        bad |= empty
-    lse = tl.where(bad, float("nan"), lse)
-    result = tl.where(bad[:, None], float("nan"), result)
-    if SPLIT:
-        tl.store(lse_ptr + slot, lse, mask=is_row)
-    stored = is_row[:, None] & (columns < D)[None, :]
-    tl.store(out_ptr + slot[:, None] * D + columns[None, :], result.to(out_ptr.dtype.element_ty), mask=stored)
-
-
 # sizes that change from request to request must not compile a kernel anew: `do_not_specialize`
-@triton.jit(do_not_specialize=["B", "U", "L", "S", "H", "span", "tiles", "parts"])
+@triton.jit(do_not_specialize=["B", "U", "L", "S", "H", "span"])
 def target_attention_kernel(
     q_ptr,
     k_ptr,
@@ -268,8 +135,6 @@ def target_attention_kernel(
     S,
     H,
     span,
-    tiles,
-    parts,
     q_stride_b,
     q_stride_s,
     q_stride_h,
@@ -296,57 +161,80 @@ def target_attention_kernel(
     PRECISION: tl.constexpr,
     SCAN: tl.constexpr,
     TMA: tl.constexpr,
-    PERSISTENT: tl.constexpr,
 ):
-    """Work item (part, head, tile): `BLOCK_M` query rows of a user against keys `[part * span, + span)`.
+    """Program (tile, head, part): `BLOCK_M` query rows of one user against keys `[part * span, + span)`.
 
     Writes rows of `out [B, S, H, D]`; with `SPLIT`, normalized float32 partial rows of
     `out [parts, B, S, H, D]` and their base-2 log sums `lse [parts, B, S, H]` instead. With `TMA`, `k_ptr` and
-    `v_ptr` are descriptors of matrices `[U * L, stride_l]` whose heads are `stride_h` columns apart. With
-    `PERSISTENT` a program takes every n-th item; while it works on one it loads the next one's queries and finds
-    the candidates of the one after.
+    `v_ptr` are descriptors of matrices `[U * L, stride_l]` whose heads are `stride_h` columns apart.
     """
-    work = tl.program_id(0)
-    user, row0, count, candidates = _find_tile(order_ptr, offsets_ptr, work % tiles, B, U, S, BLOCK_M, SCAN)
-    q = _queries(
-        q_ptr, candidates, row0, count, work // tiles % H, S,
-        q_stride_b, q_stride_s, q_stride_h, q_stride_d, D, BLOCK_D, BLOCK_M,
-    )  # fmt: skip
-    if PERSISTENT:
-        items = tiles * H * parts
-        stride = tl.num_programs(0)
-        # items beyond the end repeat the last one: loaded, never used
-        ahead = tl.minimum(work + stride, items - 1)
-        next_user, next_row0, next_count, next_candidates = _find_tile(
-            order_ptr, offsets_ptr, ahead % tiles, B, U, S, BLOCK_M, SCAN
-        )
-        for item in tl.range(work, items, stride, num_stages=1):
-            ahead = tl.minimum(item + stride, items - 1)
-            next_q = _queries(
-                q_ptr, next_candidates, next_row0, next_count, ahead // tiles % H, S,
-                q_stride_b, q_stride_s, q_stride_h, q_stride_d, D, BLOCK_D, BLOCK_M,
-            )  # fmt: skip
-            far = tl.minimum(item + 2 * stride, items - 1)
-            far_user, far_row0, far_count, far_candidates = _find_tile(
-                order_ptr, offsets_ptr, far % tiles, B, U, S, BLOCK_M, SCAN
-            )
-            _attend_tile(
-                q, k_ptr, v_ptr, mask_ptr, lengths_ptr, out_ptr, lse_ptr, user, row0, count, candidates,
-                item // tiles % H, item // tiles // H, B, U, L, S, H, span,
-                k_stride_u, k_stride_l, k_stride_h, k_stride_d, v_stride_u, v_stride_l, v_stride_h, v_stride_d,
-                mask_stride_u, mask_stride_l, scale_log2,
-                D, BLOCK_D, BLOCK_M, BLOCK_N, SPLIT, HAS_LENGTHS, MASK, NAN_IF_EMPTY, PRECISION, TMA,
-            )  # fmt: skip
-            q, user, row0, count, candidates = next_q, next_user, next_row0, next_count, next_candidates
-            next_user, next_row0, next_count, next_candidates = far_user, far_row0, far_count, far_candidates
-    else:
-        _attend_tile(
-            q, k_ptr, v_ptr, mask_ptr, lengths_ptr, out_ptr, lse_ptr, user, row0, count, candidates,
-            work // tiles % H, work // tiles // H, B, U, L, S, H, span,
-            k_stride_u, k_stride_l, k_stride_h, k_stride_d, v_stride_u, v_stride_l, v_stride_h, v_stride_d,
-            mask_stride_u, mask_stride_l, scale_log2,
-            D, BLOCK_D, BLOCK_M, BLOCK_N, SPLIT, HAS_LENGTHS, MASK, NAN_IF_EMPTY, PRECISION, TMA,
+    tile = tl.program_id(0)
+    head = tl.program_id(1)
+    part = tl.program_id(2)
+    scale_log2 = tl.full([], scale_log2, tl.float32)  # a compiler may pass it as float64
+    user = _user_of_tile(offsets_ptr, tile, U, S, BLOCK_M, SCAN)
+    first = tl.load(offsets_ptr + user)
+    last = tl.load(offsets_ptr + user + 1, mask=user < U, other=B)
+    row0 = (tile - _first_tile(first, user, S, BLOCK_M)) * BLOCK_M
+    rows_of_user = (last - first) * S
+    if row0 >= rows_of_user:
+        return
+
+    rows = row0 + tl.arange(0, BLOCK_M)
+    columns = tl.arange(0, BLOCK_D)
+    is_row = rows < rows_of_user
+    candidate = tl.load(order_ptr + first + rows // S, mask=is_row, other=0).to(tl.int64)
+    step = rows % S
+    slot = (candidate * S + step) * H + head  # row of [B, S, H]
+    stored = is_row[:, None] & (columns < D)[None, :]
+    part_rows = part.to(tl.int64) * B * S * H
+    out_tile = out_ptr + (part_rows + slot)[:, None] * D + columns[None, :]
+    if user == U:
+        tl.store(out_tile, tl.full([BLOCK_M, BLOCK_D], float("nan"), out_ptr.dtype.element_ty), mask=stored)
+        if SPLIT:
+            tl.store(lse_ptr + part_rows + slot, tl.full([BLOCK_M], float("nan"), tl.float32), mask=is_row)
+        return
+
+    q_tile = q_ptr + (candidate * q_stride_b + step * q_stride_s + head * q_stride_h)[:, None]
+    q = tl.load(q_tile + columns[None, :] * q_stride_d, mask=stored, other=0.0)
+
+    end = L
+    if HAS_LENGTHS:
+        end = tl.minimum(L, tl.load(lengths_ptr + user).to(tl.int32))
+    start = part * span
+    end = tl.minimum(end, start + span)
+    wide_user = user.to(tl.int64)
+    if not TMA:
+        k_ptr += wide_user * k_stride_u + head * k_stride_h
+        v_ptr += wide_user * v_stride_u + head * v_stride_h
+    if MASK != 0:
+        mask_ptr += wide_user * mask_stride_u
+
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    top = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    whole = start + tl.maximum(end - start, 0) // BLOCK_N * BLOCK_N
+    for at in range(start, whole, BLOCK_N):
+        acc, top, total = _step(
+            q, k_ptr, v_ptr, mask_ptr, acc, top, total, at, end, user * L, head * k_stride_h, head * v_stride_h,
+            k_stride_l, k_stride_d, v_stride_l, v_stride_d, mask_stride_l, scale_log2,
+            D, BLOCK_D, BLOCK_N, False, MASK, PRECISION, TMA,
         )  # fmt: skip
+    if whole < end:
+        acc, top, total = _step(
+            q, k_ptr, v_ptr, mask_ptr, acc, top, total, whole, end, user * L, head * k_stride_h, head * v_stride_h,
+            k_stride_l, k_stride_d, v_stride_l, v_stride_d, mask_stride_l, scale_log2,
+            D, BLOCK_D, BLOCK_N, True, MASK, PRECISION, TMA,
+        )  # fmt: skip
+
+    empty = top == float("-inf")
+    divisor = tl.where(empty, 1.0, total)
+    result = acc * (1.0 / divisor)[:, None]
+    if SPLIT:
+        tl.store(lse_ptr + part_rows + slot, top + tl.log2(divisor), mask=is_row)
+    elif NAN_IF_EMPTY:
+        result = tl.where(empty[:, None], float("nan"), result)
+    tl.store(out_tile, result.to(out_ptr.dtype.element_ty), mask=stored)
 
 
 @triton.jit(do_not_specialize=["rows", "parts"])

@@ -13,7 +13,7 @@ from torch.library import triton_op, wrap_triton
 from ikbo_cli.errors import ShapeError
 from ikbo_cli.kernels.shared.autograd import register_recompute
 from ikbo_cli.kernels.shared.checks import FLOATS, INTEGERS, check_index, has_dtype, has_rank, same_size, text
-from ikbo_cli.kernels.shared.device import capability, cdiv, dot_precision, multiprocessors, packaging, power_of_two
+from ikbo_cli.kernels.shared.device import capability, cdiv, dot_precision, packaging, power_of_two
 from ikbo_cli.kernels.shared.forms import parse_form
 from ikbo_cli.kernels.shared.rows import is_eager
 from ikbo_cli.kernels.target_attention.aten import target_attention_aten
@@ -267,14 +267,10 @@ def launch_target_attention(
         k_rows, v_rows = (_descriptor(t, config.block_n, head) for t in (k, v))
     launch = wrap or (lambda kernel: kernel)
     tiles = candidates * steps // config.block_m + users + 1
-    items = tiles * heads * parts
-    programs = items
-    if config.programs:
-        programs = torch.sym_min(items, config.programs * multiprocessors(q))  # type: ignore[no-untyped-call]
-    launch(kernel.target_attention_kernel)[(programs,)](
+    launch(kernel.target_attention_kernel)[(tiles, heads, parts)](
         q, k_rows, v_rows, q if mask is None else mask, q if lengths is None else lengths, order, offsets,
         target, lse,
-        candidates, users, keys, steps, heads, span or keys, tiles, parts,
+        candidates, users, keys, steps, heads, span or keys,
         q.stride(0), q.stride(1), q.stride(2), q.stride(3),
         k.stride(0), k.stride(1), k.stride(2), k.stride(3),
         v.stride(0), v.stride(1), v.stride(2), v.stride(3),
@@ -282,7 +278,7 @@ def launch_target_attention(
         scale * math.log2(math.e),
         D=head, BLOCK_D=block_d, BLOCK_M=config.block_m, BLOCK_N=config.block_n,
         SPLIT=parts > 1, HAS_LENGTHS=lengths is not None, MASK=mask_kind, NAN_IF_EMPTY=nan_if_empty,
-        PRECISION=dot_precision(q.dtype), SCAN=128, TMA=tma, PERSISTENT=config.programs > 0,
+        PRECISION=dot_precision(q.dtype), SCAN=128, TMA=tma,
         num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip
     if parts > 1:
