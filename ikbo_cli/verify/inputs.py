@@ -1,10 +1,9 @@
-"""Random inputs that are valid: ids within the tables they index, lengths within the axis they are compared with."""
+"""Random inputs that are valid, for a program and its rewritten form alike."""
 
 from __future__ import annotations
 
 import dataclasses
-import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -12,33 +11,42 @@ from torch import fx
 
 from ikbo_cli.errors import InvalidInput
 from ikbo_cli.verify.cases import RatioCase
+from ikbo_cli.verify.graphs import inlined
+from ikbo_cli.verify.layout import evaluate, layout_of
+from ikbo_cli.verify.pairing import Pair, pair_inputs
+from ikbo_cli.verify.ranges import FAR, Demand, demands
 
-aten = torch.ops.aten
-
-DEFAULT_LENGTH = 20
 FREE_RANGE = 10
-
-_SAME_VALUES = {
-    aten.view.default, aten.reshape.default, aten.flatten.using_ints, aten.unsqueeze.default, aten.squeeze.dim,
-    aten.squeeze.default, aten.squeeze.dims, aten.permute.default, aten.transpose.int, aten.select.int,
-    aten.slice.Tensor, aten.expand.default, aten.contiguous.default, aten.clone.default, aten.to.dtype,
-    aten.cat.default,
-    aten.stack.default, aten.concat.default, aten.index_select.default, aten.index.Tensor, aten.split.Tensor,
-    aten.unbind.int, aten.chunk.default, aten.repeat.default, aten.repeat_interleave.self_int,
-    aten.split_with_sizes.default,
-    aten.expand_as.default, aten._to_copy.default, aten.gather.default, aten.masked_fill.Scalar, operator.getitem,
-    aten.to.device, aten.alias.default, aten.detach.default, aten.unflatten.int, aten.flip.default, aten.where.self,
-    aten.t.default, aten.type_as.default,
-}  # fmt: skip
-_COMPARISONS = {aten.lt.Tensor, aten.le.Tensor, aten.gt.Tensor, aten.ge.Tensor}
+"""Values of integers that only serve as numbers: 0 to 9."""
+TRUE_SHARE = 0.7
 
 
 @dataclasses.dataclass(frozen=True)
 class CaseInputs:
-    """Inputs of both programs for one draw, in flat order."""
+    """One draw of a case: inputs of both programs in flat order, and the index `[B]` that relates them, int64."""
 
-    original: list[Any]
-    optimized: list[Any]
+    original: tuple[Any, ...]
+    optimized: tuple[Any, ...]
+    index: torch.Tensor
+
+
+def make_inputs(
+    original: fx.GraphModule,
+    optimized: fx.GraphModule,
+    manifest: Mapping[str, Any] | None,
+    case: RatioCase,
+    seed: int,
+) -> CaseInputs:
+    """Valid random inputs of both programs for one case.
+
+    Raises:
+        InvalidInput: the case does not fit the program, inputs do not pair, or valid values cannot be derived.
+    """
+    maker = InputMaker(original, optimized, manifest)
+    fitted = maker.fit(case)
+    if fitted is None:
+        raise InvalidInput(f"the program cannot express the case {case.name!r}")
+    return maker.draw(fitted, seed)
 
 
 class InputMaker:
@@ -46,277 +54,168 @@ class InputMaker:
 
     def __init__(self, original: fx.GraphModule, optimized: fx.GraphModule, manifest: Mapping[str, Any] | None) -> None:
         """`manifest`: of the optimized file; without one, inputs pair by name."""
-        self.original = original
-        self.placeholders = [n for n in original.graph.nodes if n.op == "placeholder"]
+        self.module = inlined(original)
+        self.placeholders = [n for n in self.module.graph.nodes if n.op == "placeholder"]
         self.new_placeholders = [n for n in optimized.graph.nodes if n.op == "placeholder"]
-        self.manifest = manifest
-        self.pairs = self._pairs()
-        self.indexes = _index_inputs(original)
-        self.user_symbols, self.batch_symbols = self._symbols()
+        self.pairing = pair_inputs(original, optimized, manifest)
+        self.layout = layout_of(self.module, self.pairing)
+        self._demands: dict[tuple[tuple[str, int], ...], dict[str, Demand]] = {}
 
-    @property
-    def declared(self) -> bool:
-        """Whether the optimized program has compact inputs."""
-        return any(compact for _, compact in self.pairs.values())
-
-    def applicable(self, case: RatioCase) -> bool:
-        """Whether the program's form can express a case."""
-        if self.declared or self.indexes:
-            sizes = self._sizes(case)
-            return sizes is not None
-        return (case.kind == "even" and case.name == "even") or case.name in ("U=1", "U=B")
+    def fit(self, case: RatioCase) -> RatioCase | None:
+        """The case at sizes that the program allows, or None if its form cannot express it."""
+        return self.layout.fit(case)
 
     def draw(self, case: RatioCase, seed: int) -> CaseInputs:
-        """One draw of a case.
+        """One draw of a fitted case.
 
         Raises:
             InvalidInput: valid values of an input cannot be derived.
         """
         generator = torch.Generator().manual_seed(seed)
-        sizes = self._sizes(case)
-        if sizes is None:
-            raise InvalidInput(f"the program's sizes are fixed and cannot express {case.name}")
+        sizes = self.layout.sizes(case)
+        assert sizes is not None, "cases are fitted before they are drawn"
         index = case.index(generator)
+        valid = self._valid(case, sizes)
+        by_name: dict[str, Any] = {}
         compact: dict[str, torch.Tensor] = {}
-        originals: list[Any] = []
-        users = {original for _, (original, is_compact) in self._named() if is_compact}
         for node in self.placeholders:
             value = node.meta.get("val")
             if not isinstance(value, torch.Tensor):
-                originals.append(_evaluate(value, sizes) if isinstance(value, torch.SymInt) else value)
+                by_name[node.name] = evaluate(value, sizes) if isinstance(value, torch.SymInt) else value
                 continue
-            shape = [_evaluate(s, sizes) for s in value.shape]
-            if node.name in self.indexes:
-                rows = self._index_limit(node, sizes)
-                if shape[0] == case.batch and rows == case.users:
-                    originals.append(index.to(value.dtype))
-                else:
-                    originals.append(torch.randint(0, max(rows, 1), shape, generator=generator).to(value.dtype))
+            shape = tuple(evaluate(size, sizes) for size in value.shape)
+            demand = valid.get(node.name)
+            if node.name in self.layout.indexes:
+                by_name[node.name] = self._index(node, case, index, sizes, generator).to(value.dtype)
                 continue
-            if node.name in users:
-                shape[0] = case.users
-            tensor = self._random(node, shape, value.dtype, sizes, generator)
-            if node.name in users:
-                compact[node.name] = tensor
-                tensor = tensor[index]
-            originals.append(tensor)
-        by_name = {n.name: v for n, v in zip(self.placeholders, originals, strict=True)}
-        new: list[Any] = []
-        for node in self.new_placeholders:
-            original, is_compact = self.pairs[node.name]
-            if original is None:
-                new.append(index.to(node.meta["val"].dtype))
-            else:
-                new.append(compact[original] if is_compact else by_name[original])
-        return CaseInputs(originals, new)
+            drawn = self._tensor(node, shape, value.dtype, demand, case, index, generator)
+            if node.name in self.pairing.compact_originals:
+                rows = _with_rows(demand, case.users)
+                user = self._tensor(node, (case.users, *shape[1:]), value.dtype, rows, case, index, generator)
+                compact[node.name] = user
+                drawn = self._joined(node.name, drawn, user[index])
+            by_name[node.name] = drawn
+        new = [self._new(node, by_name, compact, index) for node in self.new_placeholders]
+        return CaseInputs(tuple(by_name[n.name] for n in self.placeholders), tuple(new), index)
 
-    def _named(self) -> list[tuple[str, tuple[str | None, bool]]]:
-        return list(self.pairs.items())
+    def _valid(self, case: RatioCase, sizes: Mapping[str, int]) -> dict[str, Demand]:
+        key = (("batch", case.batch), *sizes.items())
+        if key not in self._demands:
+            self._demands[key] = demands(self.module, lambda size: evaluate(size, sizes), case.batch)
+        return self._demands[key]
 
-    def _pairs(self) -> dict[str, tuple[str | None, bool]]:
-        """New input -> (original input or None for the index, compact)."""
-        names = {n.name for n in self.placeholders}
-        if self.manifest is not None:
-            listed = {i["name"]: (i["original"], bool(i["compact"])) for i in self.manifest["inputs"]}
-            if set(listed) >= {n.name for n in self.new_placeholders}:
-                return listed
-        pairs: dict[str, tuple[str | None, bool]] = {}
-        for node in self.new_placeholders:
-            if node.name not in names:
-                raise InvalidInput(
-                    f"input {node.name!r} of the optimized program has no partner in the original",
-                    hint="verify files that carry a manifest, or give both programs the same input names",
-                )
-            pairs[node.name] = (node.name, False)
-        return pairs
+    def _index(
+        self, node: fx.Node, case: RatioCase, index: torch.Tensor, sizes: Mapping[str, int], generator: torch.Generator
+    ) -> torch.Tensor:
+        """Row of the next coarser level for each row of this one; between levels the case's spread is drawn anew."""
+        rows = evaluate(node.meta["val"].shape[0], sizes)
+        limit = evaluate(self.layout.indexes[node.name], sizes)
+        if (rows, limit) == (case.batch, case.users):
+            return index
+        return dataclasses.replace(case, batch=rows, users=limit).index(generator)
 
-    def _symbols(self) -> tuple[set[str], set[str]]:
-        users: set[str] = set()
-        batches: set[str] = set()
-        for node in self.placeholders:
-            value = node.meta.get("val")
-            if not isinstance(value, torch.Tensor) or value.dim() == 0:
-                continue
-            if node.name in self.indexes:
-                batches.update(_symbols(value.shape[0]))
-                users.update(_symbols(self.indexes[node.name]))
-        for _, (original, is_compact) in self._named():
-            if is_compact:
-                node = next(n for n in self.placeholders if n.name == original)
-                batches.update(_symbols(node.meta["val"].shape[0]))
-        if not batches and self.placeholders:
-            first = next((n for n in self.placeholders if isinstance(n.meta.get("val"), torch.Tensor)), None)
-            found = [s for n in self.placeholders if isinstance(n.meta.get("val"), torch.Tensor)
-                     for size in n.meta["val"].shape[:1] for s in _symbols(size)]  # fmt: skip
-            if first is not None and found:
-                batches.add(found[-1])
-        return users - batches, batches
+    def _joined(self, name: str, candidate: torch.Tensor, user: torch.Tensor) -> torch.Tensor:
+        """The original's input: user rows in the user's columns."""
+        ranges = [p.columns for p in self.pairing.pairs if p.original == name and p.compact]
+        if ranges[0] is None:
+            return user
+        joined = candidate.clone()
+        for low, high in ranges[0]:
+            joined[..., low:high] = user[..., low:high]
+        return joined
 
-    def _sizes(self, case: RatioCase) -> dict[str, int] | None:
-        """A number for every symbol, or None where bounds forbid the case."""
-        sizes: dict[str, int] = {}
-        middle = {s for s in self.user_symbols if any(s in _symbols(n.meta["val"].shape[0])
-                  for n in self.placeholders if n.name in self.indexes)}  # fmt: skip
-        for node in self.placeholders:
-            value = node.meta.get("val")
-            if not isinstance(value, torch.Tensor):
-                continue
-            for axis, size in enumerate(value.shape):
-                if isinstance(size, int):
-                    continue
-                for symbol in size.node.expr.free_symbols:
-                    name = str(symbol)
-                    if name in self.batch_symbols - self.user_symbols:
-                        wanted = case.batch
-                    elif name in middle:
-                        wanted = max(1, round((case.batch * case.users) ** 0.5))
-                    elif name in self.user_symbols:
-                        wanted = case.users
-                    else:
-                        wanted = DEFAULT_LENGTH if axis else case.users
-                    low, high = _bounds(size, symbol)
-                    if (high is not None and wanted > high) or wanted < low:
-                        if name in self.batch_symbols | self.user_symbols:
-                            return None
-                        wanted = max(low, min(wanted, high or wanted))
-                    sizes[name] = wanted
-        fixed = [n for n in self.placeholders if isinstance(n.meta.get("val"), torch.Tensor) and n.name in self.indexes
-                 and isinstance(n.meta["val"].shape[0], int)]  # fmt: skip
-        return None if any(n.meta["val"].shape[0] != case.batch for n in fixed) else sizes
+    def _new(
+        self, node: fx.Node, by_name: Mapping[str, Any], compact: Mapping[str, torch.Tensor], index: torch.Tensor
+    ) -> Any:
+        pair: Pair = next(p for p in self.pairing.pairs if p.name == node.name)
+        if pair.original is None:
+            return index.to(node.meta["val"].dtype)
+        source = compact[pair.original] if pair.compact else by_name[pair.original]
+        if pair.columns is None:
+            return source
+        return torch.cat([source[..., low:high] for low, high in pair.columns], dim=-1)
 
-    def _index_limit(self, node: fx.Node, sizes: Mapping[str, int]) -> int:
-        return _evaluate(self.indexes[node.name], sizes)
-
-    def _random(
+    def _tensor(
         self,
         node: fx.Node,
-        shape: Sequence[int],
+        shape: tuple[int, ...],
         dtype: torch.dtype,
-        sizes: Mapping[str, int],
+        demand: Demand | None,
+        case: RatioCase,
+        index: torch.Tensor,
         generator: torch.Generator,
     ) -> torch.Tensor:
-        if dtype.is_floating_point:
-            limit = _limit(node, sizes)
-            if limit is not None:  # float ids: cast to integers inside
-                return torch.randint(0, max(limit, 1), shape, generator=generator).to(dtype)
-            return torch.randn(shape, generator=generator).to(dtype)
         if dtype == torch.bool:
-            mask = torch.rand(shape, generator=generator) < 0.7
-            if mask.dim() and mask.shape[-1]:
-                mask[..., 0] = True
-            return mask
-        limit = _limit(node, sizes)
-        low = 1 if _is_length(node) else 0
-        high = FREE_RANGE if limit is None else max(limit, low + 1)
-        return torch.randint(low, high, shape, generator=generator).to(dtype)
+            return _mask(shape, generator)
+        if demand is not None and demand.offsets is not None:
+            return _offsets(shape[0], *demand.offsets, generator).to(dtype)
+        if demand is not None and demand.repeats is not None:
+            return self._repeats(node, shape[0], demand.repeats, case, index).to(dtype)
+        if dtype.is_floating_point or dtype.is_complex:
+            drawn = torch.randn(shape, generator=generator).to(dtype)
+            if demand is None or not bool(demand.limited.any()):
+                return drawn
+            return torch.where(demand.limited, _whole(node, shape, demand, generator).to(dtype), drawn)
+        if demand is None:
+            return torch.randint(0, FREE_RANGE, shape, generator=generator).to(dtype)
+        return _whole(node, shape, demand, generator).to(dtype)
+
+    def _repeats(self, node: fx.Node, users: int, total: int, case: RatioCase, index: torch.Tensor) -> torch.Tensor:
+        if (users, total) == (case.users, case.batch):
+            return torch.bincount(index, minlength=users)
+        raise InvalidInput(
+            f"valid values of input {node.name!r} cannot be derived: {users} counts must sum to {total}",
+            hint="give a saved batch of real inputs with --sample",
+        )
 
 
-def _index_inputs(module: fx.GraphModule) -> dict[str, Any]:
-    """One-dimensional integer inputs that read rows of other inputs' data, with the size they index."""
-    derived = _derived(module.graph)
-    found: dict[str, Any] = {}
-    for node in module.graph.nodes:
-        value = node.meta.get("val")
-        if node.op != "placeholder" or not isinstance(value, torch.Tensor) or value.dtype.is_floating_point:
-            continue
-        for user, target, size in _reads(node):
-            del user
-            if target in derived and value.dim() == 1 and value.dtype in (torch.int32, torch.int64):
-                found[node.name] = size
-    return found
+def _mask(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
+    """Booleans with at least one true in every row."""
+    mask = torch.rand(shape, generator=generator) < TRUE_SHARE
+    if mask.dim() > 1 and mask.shape[-1]:
+        chosen = torch.randint(0, mask.shape[-1], (*shape[:-1], 1), generator=generator)
+        mask = mask.scatter(-1, chosen, True)
+    return mask
 
 
-def _derived(graph: fx.Graph) -> set[fx.Node]:
-    """Nodes that depend on an input."""
-    found: set[fx.Node] = set()
-    for node in graph.nodes:
-        if node.op == "placeholder" or any(n in found for n in node.all_input_nodes):
-            found.add(node)
-    return found
+def _offsets(bags: int, values: int, ends: bool, generator: torch.Generator) -> torch.Tensor:
+    """Starts of the bags, in order, the first 0; with `ends` the last is the number of values."""
+    offsets = torch.randint(0, values + 1, (bags,), generator=generator).sort().values
+    if bags:
+        offsets[0] = 0
+        if ends:
+            offsets[-1] = values
+    return offsets
 
 
-def _reads(node: fx.Node) -> list[tuple[fx.Node, fx.Node, Any]]:
-    """Ops that use a node's values as positions: (op, what is read, how many positions it has)."""
-    found = []
-    for carrier in _carriers(node):
-        for user in carrier.users:
-            target, args = user.target, user.args
-            if target in (aten.embedding.default, aten.embedding_bag.padding_idx, aten.embedding_bag.default):
-                if args[1] is carrier:
-                    found.append((user, args[0], args[0].meta["val"].shape[0]))  # type: ignore[union-attr]
-            elif (target is aten.index_select.default and args[2] is carrier) or (
-                target is aten.gather.default and args[2] is carrier
-            ):
-                found.append((user, args[0], args[0].meta["val"].shape[args[1]]))  # type: ignore[union-attr]
-            elif target is aten.index.Tensor:
-                for axis, pick in enumerate(args[1]):  # type: ignore[arg-type]
-                    if pick is carrier:
-                        found.append((user, args[0], args[0].meta["val"].shape[axis]))  # type: ignore[union-attr]
-            elif target is aten.one_hot.default and len(args) > 1:
-                found.append((user, user, args[1]))
-    return found  # type: ignore[return-value]
+def _whole(node: fx.Node, shape: tuple[int, ...], demand: Demand, generator: torch.Generator) -> torch.Tensor:
+    """Whole numbers within their limits; lengths reach from 1 to the end of what they are compared with."""
+    length = demand.soft_high > 0
+    free = torch.where(length, demand.soft_high, FREE_RANGE)
+    high = torch.where(demand.limited, demand.high, free)
+    low = torch.where(demand.low > -FAR, demand.low, 0)
+    low = torch.where(high > 0, low.clamp(min=0), low)
+    # A length of 0 would leave softmaxes over nothing.
+    low = torch.where(length & (high > 1), low.clamp(min=1), low)
+    if bool((low >= high).any()):
+        raise InvalidInput(
+            f"input {node.name!r} has no valid value: it must be at least {int(low.max())} and below {int(high.min())}",
+            hint="a table that it indexes may be empty, or give a saved batch of real inputs with --sample",
+        )
+    return low + (torch.rand(shape, generator=generator, dtype=torch.float64) * (high - low)).long()
 
 
-def _carriers(node: fx.Node) -> list[fx.Node]:
-    """Nodes that hold the same values as `node`, rearranged."""
-    seen = [node]
-    for current in seen:
-        for user in current.users:
-            moved = user.target in _SAME_VALUES and user not in seen
-            if moved and not _is_position_of(user, current):
-                seen.append(user)
-    return seen
+def _with_rows(demand: Demand | None, rows: int) -> Demand | None:
+    """What is asked of an expanded input, asked of its compact rows: the same of every row."""
+    if demand is None or not demand.low.dim():
+        return demand
 
+    def resized(tensor: torch.Tensor, reduced: torch.Tensor) -> torch.Tensor:
+        return reduced.expand(rows, *tensor.shape[1:])
 
-def _is_position_of(user: fx.Node, node: fx.Node) -> bool:
-    """Whether `user` reads something else at the positions that `node` holds."""
-    if user.target in (aten.index_select.default, aten.gather.default):
-        return user.args[2] is node
-    return user.target is aten.index.Tensor and user.args[0] is not node
-
-
-def _limit(node: fx.Node, sizes: Mapping[str, int]) -> int | None:
-    """One more than the largest valid value of an integer input; None where nothing limits it."""
-    limits = [_evaluate(size, sizes) for _, _, size in _reads(node)]
-    limits += [_evaluate(size, sizes) + 1 for size in _compared_lengths(node)]
-    return min(limits, default=None)
-
-
-def _is_length(node: fx.Node) -> bool:
-    return bool(_compared_lengths(node)) and not _reads(node)
-
-
-def _compared_lengths(node: fx.Node) -> list[Any]:
-    """Lengths of the position ranges (`arange(L)`) that an input's values are compared with."""
-    found = []
-    for carrier in _carriers(node):
-        for user in carrier.users:
-            if user.target in _COMPARISONS:
-                for other in user.all_input_nodes:
-                    if other is not carrier:
-                        root = other
-                        while root.target in _SAME_VALUES and root.args and isinstance(root.args[0], fx.Node):
-                            root = root.args[0]
-                        if "arange" in str(root.target):
-                            found.append(root.meta["val"].shape[0])
-    return found
-
-
-def _symbols(size: Any) -> set[str]:
-    return set() if isinstance(size, int) else {str(s) for s in size.node.expr.free_symbols}
-
-
-def _evaluate(size: Any, sizes: Mapping[str, int]) -> int:
-    if isinstance(size, int):
-        return size
-    expression = size.node.expr
-    return int(expression.subs({s: sizes.get(str(s), DEFAULT_LENGTH) for s in expression.free_symbols}))
-
-
-def _bounds(size: Any, symbol: Any) -> tuple[int, int | None]:
-    env = size.node.shape_env
-    bounds = env.var_to_range.get(symbol) if env is not None else None
-    if bounds is None:
-        return 0, None
-    upper = int(bounds.upper) if bounds.upper.is_Integer and int(bounds.upper) < 2**31 else None
-    return (int(bounds.lower) if bounds.lower.is_Integer else 0), upper
+    return dataclasses.replace(
+        demand,
+        low=resized(demand.low, demand.low.amax(0, keepdim=True)),
+        high=resized(demand.high, demand.high.amin(0, keepdim=True)),
+        soft_high=resized(demand.soft_high, demand.soft_high.amax(0, keepdim=True)),
+    )
