@@ -1,25 +1,21 @@
-import warnings
+"""Every model of the collection goes through all three commands."""
 
 import pytest
 import torch
-from torch.export import Dim
-from zoo import ZOO, example
+from zoo import ZOO
 
 from ikbo_cli import api
 
-pytest.importorskip("deepctr_torch", reason="needs the models of requirements/models.txt")
 
-
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ZOO)
 def test_public_model_through_all_three_commands(name, tmp_path):
+    model = ZOO[name]
+    for library in model.needs:
+        pytest.importorskip(library, reason="needs the models of requirements/models.txt")
     path, out = tmp_path / "model.pt2", tmp_path / "fast.pt2"
-    inputs = example(6)
-    batch = Dim("B")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        exported = torch.export.export(ZOO[name](), (), inputs, dynamic_shapes={k: {0: batch} for k in inputs})
-    torch.export.save(exported, path)
-    declarations = api.Declarations(user_inputs=("user_*",))
+    torch.export.save(model.export(), path)
+    declarations = api.Declarations(user_inputs=model.user_inputs)
     found = api.analyze(path, declarations=declarations, threads=1)
     assert found.sites
     made = api.transform(path, out, declarations=declarations, policy="always", threads=1)
